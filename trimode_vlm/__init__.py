@@ -1,0 +1,74 @@
+"""Images in, text out, decoded three ways: autoregressive, block diffusion, self-speculation.
+
+Shape legend, used as name suffixes throughout (``q_BHTK``): B batch, T query length, S key length, D width, H heads,
+G kv heads, K head width, V vocabulary, N image patches.
+An attention mask is True in row i, column j where token i attends to token j.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimode_vlm.checkpoints import load
+    from trimode_vlm.config import TriModeConfig
+    from trimode_vlm.generate import TriModeGenerateOutput, TriModeGenerationConfig
+    from trimode_vlm.model import TriModeVLM
+    from trimode_vlm.processor import TriModeProcessor
+
+__version__ = "0.1.0"
+__all__ = [
+    "TriModeConfig",
+    "TriModeGenerateOutput",
+    "TriModeGenerationConfig",
+    "TriModeProcessor",
+    "TriModeVLM",
+    "load",
+    "register_auto_classes",
+]
+
+_HOME = {
+    "TriModeConfig": "config",
+    "TriModeGenerateOutput": "generate",
+    "TriModeGenerationConfig": "generate",
+    "TriModeProcessor": "processor",
+    "TriModeVLM": "model",
+    "load": "checkpoints",
+}
+
+_PACKAGE = Path(__file__).resolve().parent
+if not (_PACKAGE / "vision").is_dir():
+    # A checkout: vision/, training/, eval/ and demo/ lie beside this folder and import as trimode_vlm.vision and so on.
+    __path__.append(str(_PACKAGE.parent))
+
+
+def register_auto_classes() -> None:
+    """Make transformers' AutoConfig, AutoModel..., AutoProcessor and pipelines know our classes; twice is harmless."""
+    for name in ("config", "model", "processor"):
+        if not (_PACKAGE / f"{name}.py").exists():  # TEMPORARY: authors still write
+            continue
+        importlib.import_module(f"{__name__}.{name}")
+
+
+def _is_own_command() -> bool:
+    """Whether this process is the `trimode-vlm` command, which checks its arguments before it pays for torch."""
+    argv = sys.orig_argv
+    as_module = "-m" in argv and argv[argv.index("-m") + 1 :][:1] == [__name__]
+    return as_module or any(Path(arg).stem == "trimode-vlm" for arg in argv[:2])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not _is_own_command():
+    register_auto_classes()

@@ -48,9 +48,10 @@ if not (_PACKAGE / "vision").is_dir():
 def register_auto_classes() -> None:
     """Make transformers' AutoConfig, AutoModel..., AutoProcessor and pipelines know our classes; twice is harmless."""
     for name in ("config", "model", "processor"):
-        if not (_PACKAGE / f"{name}.py").exists():  # TEMPORARY: authors still write
+        try:
+            importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError:  # TEMPORARY: authors still write
             continue
-        importlib.import_module(f"{__name__}.{name}")
 
 
 def _is_own_command() -> bool:

@@ -1,0 +1,91 @@
+"""Tiny random models and a processor that every test file may use; all on the CPU, offline, in milliseconds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# The suite runs several workers on few cores: more threads than one each make small tensors slower, not faster.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EXAMPLES = REPOSITORY / "trimode_vlm" / "examples"
+
+TINY_TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "block_size": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "mask_token_id": 3,
+    "image_token_id": 4,
+    "image_start_token_id": 5,
+    "image_break_token_id": 6,
+    "image_end_token_id": 7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+TINY_VISION: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+    "image_size": 448,
+    "hidden_act": "silu",
+}
+
+
+def tiny_config(vision: bool = True, **overrides: Any) -> Any:
+    """A two-layer config; `vision=False` gives the text-only class, `overrides` replace single fields."""
+    from trimode_vlm.config import TriModeConfig, TriModeTextConfig
+
+    fields = {**TINY_TEXT, "vision_config": dict(TINY_VISION) if vision else None, **overrides}
+    return (TriModeConfig if fields["vision_config"] else TriModeTextConfig)(**fields)
+
+
+def make_tiny_model(seed: int = 0, scale: float = 0.3, **overrides: Any) -> Any:
+    """A random model whose greedy answers vary: weights of normal size would repeat one token."""
+    from trimode_vlm import TriModeVLM
+
+    torch.manual_seed(seed)
+    model = TriModeVLM(tiny_config(**overrides)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, scale, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Any:
+    """Two layers, a Pixtral tower and the vocabulary of `TINY_TEXT`; shared, so leave its weights alone."""
+    return make_tiny_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_text_model() -> Any:
+    """The text-only counterpart of `tiny_model`."""
+    return make_tiny_model(vision=False)

@@ -1,0 +1,92 @@
+"""Rotary positions and one attention call for every pattern and kernel."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .config import TriModeConfig
+from .patterns import Pattern
+
+Implementation = Literal["sdpa", "flex", "dense"]
+
+
+class Rotary:
+    """Rotary embedding of a config: positions -> the (cos, sin) pairs of queries and keys.
+
+    The query's pair carries Ministral-3's position-dependent scale 1 + beta * ln(1 + floor(position / original)), so
+    no layer needs to know it. Not a module: it has no weight to load, and moves to the device of its input.
+    """
+
+    def __init__(self, config: TriModeConfig) -> None:
+        self.config = config
+        rope = config.rope_parameters or {}
+        self.beta = rope.get("llama_4_scaling_beta")
+        self.original_length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        self._inv_freq: Tensor | None = None
+        self._scaling = 1.0
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        if self._inv_freq is None or self._inv_freq.device != device:
+            rope = self.config.rope_parameters or {}
+            rope_type = rope.get("rope_type", "default")
+            if rope_type == "default":
+                exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float, device=device)
+                self._inv_freq = 1.0 / rope.get("rope_theta", 1e4) ** (exponents / self.config.head_dim)
+            else:
+                self._inv_freq, self._scaling = ROPE_INIT_FUNCTIONS[rope_type](self.config, device)
+        return self._inv_freq
+
+    def __call__(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[B, T] -> (query cos, query sin, key cos, key sin), each [B, 1, T, K]; sin has its first half negated."""
+        angles = position_ids[:, None, :, None].float() * self._frequencies(position_ids.device)
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        if not self.beta:
+            cos, sin = cos.to(dtype), sin.to(dtype)
+            return cos, sin, cos, sin
+        steps = torch.floor(position_ids[:, None, :, None] / self.original_length)
+        scale = 1 + self.beta * torch.log1p(steps)
+        return (cos * scale).to(dtype), (sin * scale).to(dtype), cos.to(dtype), sin.to(dtype)
+
+
+def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary pairs whose sin already carries the sign of rotate-half."""
+    return torch.addcmul(x_BHTK * cos, x_BHTK.roll(x_BHTK.shape[-1] // 2, -1), sin)
+
+
+def attend(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern, implementation: Implementation = "sdpa"
+) -> Tensor:
+    """Grouped-query attention under a pattern -> [B, T, H * K].
+
+    "dense" is the plain softmax reference, "sdpa" torch's fused kernels, "flex" FlexAttention (on CPU: forward only).
+    """
+    B, H, T, K = q_BHTK.shape
+    if implementation == "flex":
+        from torch.nn.attention.flex_attention import flex_attention
+
+        out = flex_attention(q_BHTK, k_BGSK, v_BGSK, block_mask=pattern.block_mask, enable_gqa=True)
+    elif implementation == "dense":
+        out = _dense(q_BHTK, k_BGSK, v_BGSK, pattern)
+    elif pattern.kind == "full":
+        # Without a mask the query heads of a group are just more queries of it: no copy of the keys is needed.
+        G = k_BGSK.shape[1]
+        folded = F.scaled_dot_product_attention(q_BHTK.reshape(B, G, H // G * T, K), k_BGSK, v_BGSK)
+        out = folded.view(B, H, T, K)
+    elif pattern.kind == "causal":
+        out = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=True)
+    else:
+        out = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=pattern.attn_mask, enable_gqa=True)
+    return out.transpose(1, 2).reshape(B, T, H * K)
+
+
+def _dense(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern) -> Tensor:
+    repeats = q_BHTK.shape[1] // k_BGSK.shape[1]
+    k_BHSK, v_BHSK = k_BGSK.repeat_interleave(repeats, 1), v_BGSK.repeat_interleave(repeats, 1)
+    scores = q_BHTK @ k_BHSK.transpose(-1, -2) * q_BHTK.shape[-1] ** -0.5
+    return scores.masked_fill(~pattern.attn_mask, float("-inf")).softmax(-1) @ v_BHSK

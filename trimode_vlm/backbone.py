@@ -1,0 +1,96 @@
+"""The Ministral-3 text decoder: embeddings, positions, pattern and cache in, hidden states out."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import ACT2FN
+
+from .attention import Implementation, Rotary, attend, rotate
+from .cache import KVCache
+from .config import TriModeConfig
+from .patterns import Pattern
+
+RotaryPairs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class TextBackbone(nn.Module):
+    """Token embeddings, decoder layers and the final norm, under the released names (`encoder.*`)."""
+
+    def __init__(self, config: TriModeConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config)
+        self.implementation: Implementation = "sdpa"
+        self.gradient_checkpointing = False
+
+    def forward(
+        self, inputs_embeds: Tensor, position_ids: Tensor, pattern: Pattern, cache: KVCache | None = None
+    ) -> Tensor:
+        """[B, T, D], [B, T] -> hidden states [B, T, D]. With a cache the new keys are written behind its lengths."""
+        rotary = self.rotary(position_ids, inputs_embeds.dtype)
+        offset = cache.offset if cache is not None else 0
+        hidden = inputs_embeds
+        for layer in self.layers:
+            if self.gradient_checkpointing and self.training:
+                hidden = checkpoint(
+                    layer, hidden, rotary, pattern, cache, offset, self.implementation, use_reentrant=False
+                )
+            else:
+                hidden = layer(hidden, rotary, pattern, cache, offset, self.implementation)
+        return self.norm(hidden)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: TriModeConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config, index)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, rotary: RotaryPairs, pattern: Pattern, cache: KVCache | None, offset: int | Tensor,
+        implementation: Implementation,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, pattern, cache, offset, implementation)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TriModeConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.head_dim = config.head_dim
+        D, K = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(D, config.num_attention_heads * K, bias=False)
+        self.k_proj = nn.Linear(D, config.num_key_value_heads * K, bias=False)
+        self.v_proj = nn.Linear(D, config.num_key_value_heads * K, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
+
+    def forward(
+        self, x: Tensor, rotary: RotaryPairs, pattern: Pattern, cache: KVCache | None, offset: int | Tensor,
+        implementation: Implementation,
+    ) -> Tensor:
+        B, T, _ = x.shape
+        q_cos, q_sin, k_cos, k_sin = rotary
+        q_BHTK = rotate(self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2), q_cos, q_sin)
+        k_BGTK = rotate(self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2), k_cos, k_sin)
+        v_BGTK = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        if cache is not None:
+            k_BGTK, v_BGTK = cache.append(self.index, k_BGTK, v_BGTK, offset)
+        return self.o_proj(attend(q_BHTK, k_BGTK, v_BGTK, pattern, implementation))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: TriModeConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,191 @@
+"""The tri-mode vision-language model: encode images, place their features, run the backbone, apply the one head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PixtralVisionConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .backbone import TextBackbone
+from .cache import KVCache
+from .config import TimmVisionConfig, TriModeConfig, TriModeTextConfig
+from .generate import TriModeGenerationConfig, TriModeGenerationMixin
+from .patterns import Pattern, causal
+from .vision.encoder import PixtralEncoder
+from .vision.projector import MultiModalProjector
+from .vision.timm_encoder import TimmEncoder
+
+
+class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
+    """One backbone and one head for autoregressive, diffusion and self-speculative decoding.
+
+    Text only when the config has no `vision_config`. Weights bear the released names: `encoder.*`,
+    `encoder.vision_tower.*`, `encoder.multi_modal_projector.*`, `diffusion_head.weight`.
+    """
+
+    config_class = TriModeConfig
+    config: TriModeConfig
+    base_model_prefix = "encoder"
+    main_input_name = "input_ids"
+    input_modalities = ("image", "text")
+    generation_config_class = TriModeGenerationConfig
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer", "VisionLayer"]
+    _tied_weights_keys = {"diffusion_head.weight": "encoder.embed_tokens.weight"}
+    _supports_sdpa = True
+    _supports_flex_attn = True
+
+    def __init__(self, config: TriModeConfig) -> None:
+        super().__init__(config)
+        self.encoder = TextBackbone(config)
+        if config.vision_config is not None:
+            tower = make_vision_tower(config)
+            self.encoder.vision_tower = tower
+            self.encoder.multi_modal_projector = MultiModalProjector(config, tower.output_size)
+        self.diffusion_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.encoder.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.diffusion_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.diffusion_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_sizes: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        pattern: Pattern | None = None,
+        cache: KVCache | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """The plain causal forward, unless another `pattern` is given.
+
+        Args:
+            input_ids: [B, T]; attention_mask: [B, T], 0 at padding on the left or right.
+            pixel_values, image_sizes: as `encode_images` takes them, in order of appearance over the batch.
+            cache: keys of earlier tokens; new ones are written behind its lengths, which do not move.
+            labels: [B, T], -100 where there is none; logit i is scored against label i + 1.
+            logits_to_keep: only the last so many positions (0: all), or the indices of positions.
+
+        Returns:
+            `.logits` [B, T, V] and, with labels, `.loss`.
+        """
+        if inputs_embeds is None:
+            if input_ids is None:
+                raise ValueError("forward needs input_ids or inputs_embeds")
+            inputs_embeds = self.embed(input_ids, pixel_values, image_sizes)
+        B, T, _ = inputs_embeds.shape
+        valid = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        offset = cache.offset if cache is not None else 0
+        if position_ids is None:
+            position_ids = positions(B, T, offset, valid, inputs_embeds.device)
+        if pattern is None:
+            pattern = causal(B, T, inputs_embeds.device, offset, valid)
+        hidden = self.encoder(inputs_embeds, position_ids, pattern, cache)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.diffusion_head(hidden[:, keep])
+        loss = None
+        if labels is not None:
+            shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten().to(logits.device))
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def hidden(
+        self, inputs_embeds: Tensor, position_ids: Tensor, pattern: Pattern, cache: KVCache | None = None
+    ) -> Tensor:
+        """The backbone alone: [B, T, D] -> [B, T, D]; apply `diffusion_head` to the positions that need logits."""
+        return self.encoder(inputs_embeds, position_ids, pattern, cache)
+
+    def embed(
+        self, input_ids: Tensor, pixel_values: Tensor | None = None, image_sizes: Tensor | None = None
+    ) -> Tensor:
+        """Token embeddings [B, T, D], with image features in place of the image tokens.
+
+        Raises:
+            ValueError: the number of image tokens differs from the number of image features.
+        """
+        embeds = self.encoder.embed_tokens(input_ids)
+        if pixel_values is None:
+            return embeds
+        features = torch.cat(self.encode_images(pixel_values, image_sizes)).to(embeds.dtype)
+        return self.place(embeds, input_ids, features)
+
+    def place(self, embeds: Tensor, input_ids: Tensor, features: Tensor) -> Tensor:
+        """Put image features [sum of N, D], in order, where `input_ids` has image tokens."""
+        is_image = input_ids == self.config.image_token_id
+        if int(is_image.sum()) != features.shape[0]:
+            raise ValueError(
+                f"found {int(is_image.sum())} image tokens in input_ids but the images give {features.shape[0]} features"
+            )
+        return embeds.masked_scatter(is_image[..., None], features)
+
+    def encode_images(self, pixel_values: Tensor, image_sizes: Tensor | None = None) -> list[Tensor]:
+        """Images to features in text width, one [N_i, D] per image, in order.
+
+        Args:
+            pixel_values: [n, 3, Hmax, Wmax], padded right and bottom; image_sizes: [n, 2], height and width in pixels
+                (None: all fill the tensor). Images of equal size run as one batch.
+        """
+        if self.config.vision_config is None:
+            raise ValueError("this model is text only (its config has no vision_config): it takes no images")
+        if image_sizes is None:
+            image_sizes = torch.tensor([pixel_values.shape[-2:]] * len(pixel_values))
+        sizes = [(int(h), int(w)) for h, w in image_sizes.tolist()]
+        stride = self.config.vision_config.patch_size
+        features: list[Tensor | None] = [None] * len(sizes)
+        for height, width in dict.fromkeys(sizes):
+            rows = [i for i, size in enumerate(sizes) if size == (height, width)]
+            patches = self.encoder.vision_tower(pixel_values[rows, :, :height, :width])
+            merged = self.encoder.multi_modal_projector(patches, height // stride, width // stride)
+            for row, feature in zip(rows, merged, strict=True):
+                features[row] = feature
+        return features  # type: ignore[return-value]
+
+
+def make_vision_tower(config: TriModeConfig) -> PixtralEncoder | TimmEncoder:
+    """The tower that `vision_config` names."""
+    vision = config.vision_config
+    if isinstance(vision, TimmVisionConfig):
+        return TimmEncoder(vision)
+    assert isinstance(vision, PixtralVisionConfig)
+    return PixtralEncoder(vision, config.vision_feature_layer)
+
+
+def positions(
+    batch: int, length: int, offset: int | Tensor, valid: Tensor | None, device: torch.device
+) -> Tensor:
+    """Position ids [B, T]: counted from the offset, and over real tokens only where padding is marked."""
+    if valid is not None:
+        return (valid.long().cumsum(-1) - 1).clamp(min=0) + offset
+    steps = torch.arange(length, device=device)[None]
+    if isinstance(offset, int):
+        return (steps + offset).expand(batch, length)
+    return steps + offset[:, None]
+
+
+class TriModeTextLM(TriModeVLM):
+    """The same model under the text-only config class, for transformers' Auto classes."""
+
+    config_class = TriModeTextConfig
+
+
+AutoModelForImageTextToText.register(TriModeConfig, TriModeVLM)
+AutoModelForCausalLM.register(TriModeConfig, TriModeVLM)
+AutoModelForCausalLM.register(TriModeTextConfig, TriModeTextLM)

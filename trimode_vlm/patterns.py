@@ -1,0 +1,134 @@
+"""Which token attends to which: every attention pattern of the project as a predicate.
+
+A predicate takes (b, h, q, k) index tensors and returns a bool tensor. True in row q, column k: query q attends to
+key k. The same predicate gives the dense mask (the reference), SDPA's mask and FlexAttention's BlockMask.
+With a cache, key k is the slot k of the cache, and query q of row b stands in slot offset[b] + q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A predicate with the shape it is used at.
+
+    `kind` is what a kernel may exploit: "full" (every query sees every key), "causal" (square and lower triangular)
+    or "masked" (evaluate the predicate). It never changes the result.
+    """
+
+    predicate: Predicate
+    batch: int
+    query_length: int
+    key_length: int
+    device: torch.device
+    kind: Literal["full", "causal", "masked"] = "masked"
+
+    @cached_property
+    def attn_mask(self) -> Tensor:
+        """The predicate evaluated everywhere: bool [B, 1, T, S]."""
+        b = torch.arange(self.batch, device=self.device)[:, None, None, None]
+        h = torch.zeros(1, dtype=torch.long, device=self.device)[None, :, None, None]
+        q = torch.arange(self.query_length, device=self.device)[None, None, :, None]
+        k = torch.arange(self.key_length, device=self.device)[None, None, None, :]
+        mask = self.predicate(b, h, q, k)
+        return mask.expand(self.batch, 1, self.query_length, self.key_length)
+
+    @cached_property
+    def block_mask(self) -> Any:
+        """The predicate as FlexAttention's BlockMask (about a second to build: keep the pattern, not the mask)."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return create_block_mask(
+            self.predicate, self.batch, None, self.query_length, self.key_length, device=str(self.device)
+        )
+
+
+def causal(
+    batch: int, query_length: int, device: torch.device, offset: int | Tensor = 0, key_valid: Tensor | None = None
+) -> Pattern:
+    """Each query sees the keys at or before its own slot.
+
+    Args:
+        offset: slots filled before the queries, one number or a LongTensor [B] for ragged rows.
+        key_valid: bool [B, S], False at padding. A padding query still sees itself, so no row is empty.
+    """
+    if isinstance(offset, int):
+        key_length = offset + query_length
+        full = query_length == 1 and key_valid is None
+        square = offset == 0 and key_valid is None
+        kind: Literal["full", "causal", "masked"] = "full" if full else "causal" if square else "masked"
+        if key_valid is None:
+            def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return k <= q + offset
+        else:
+            def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return (k <= q + offset) & (key_valid[b, k] | (k == q + offset))
+        return Pattern(predicate, batch, query_length, key_length, device, kind)
+
+    def ragged(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k <= q + offset[b]
+
+    return Pattern(ragged, batch, query_length, int(offset.max()) + query_length, device)
+
+
+def block(batch: int, query_length: int, device: torch.device, offset: int | Tensor = 0) -> Pattern:
+    """Each query sees the whole prefix and the whole block it stands in, both ways: the denoising pattern."""
+    if isinstance(offset, int):
+        end = offset + query_length
+        return Pattern(lambda b, h, q, k: k < end, batch, query_length, end, device, "full")
+
+    def ragged(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k < offset[b] + query_length) & (q >= 0)
+
+    return Pattern(ragged, batch, query_length, int(offset.max()) + query_length, device)
+
+
+def dual_stream(
+    position: Tensor, document: Tensor, block_start: Tensor, block_id: Tensor, is_noisy: Tensor
+) -> Pattern:
+    """Training pattern over [noisy | clean] tokens, decided by per-token metadata alone, each tensor [B, T].
+
+    A clean query sees clean keys of its document at or before its position. A noisy query sees noisy keys of its own
+    block, and clean keys of its document before its block's first position. Clean never sees noisy.
+    Padding has document -1; it sees itself only. `block_id` is unique within a document.
+    """
+    def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        same_document = (document[b, q] == document[b, k]) & (document[b, k] >= 0)
+        clean_to_clean = ~is_noisy[b, q] & ~is_noisy[b, k] & (position[b, k] <= position[b, q])
+        noisy_to_noisy = is_noisy[b, q] & is_noisy[b, k] & (block_id[b, k] == block_id[b, q])
+        noisy_to_clean = is_noisy[b, q] & ~is_noisy[b, k] & (position[b, k] < block_start[b, q])
+        return same_document & (clean_to_clean | noisy_to_noisy | noisy_to_clean) | (q == k)
+
+    batch, length = position.shape
+    return Pattern(predicate, batch, length, length, position.device)
+
+
+def quadratic(num_drafts: int, batch: int, device: torch.device, offset: int | Tensor = 0) -> Pattern:
+    """One forward that verifies and drafts (paper, appendix C): k rows of [d_i, mask x k] after a clean prefix.
+
+    d_i sees the prefix and d_0..d_i. The masks of row i see the prefix, d_0..d_i and their own row, both ways.
+    Nothing sees another row's masks. Query index q = i * (k + 1) + column.
+    """
+    width = num_drafts + 1
+    start = offset if isinstance(offset, int) else offset.max()
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        begin = offset if isinstance(offset, int) else offset[b]
+        slot = k - begin
+        row_q, row_k, is_mask_q, is_mask_k = q // width, slot // width, q % width > 0, slot % width > 0
+        drafts = ~is_mask_k & (row_k <= row_q)
+        own_row = is_mask_q & is_mask_k & (row_k == row_q)
+        return (slot < 0) | (slot >= 0) & (slot < num_drafts * width) & (drafts | own_row)
+
+    length = num_drafts * width
+    return Pattern(predicate, batch, length, int(start) + length, device)

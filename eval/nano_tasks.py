@@ -1,0 +1,34 @@
+"""The held-out synthetic tasks of the shipped `nano` model.
+
+The one place where `eval` looks into `training`: the generator that made the training pictures also makes the held-out
+ones, from seeds that no training run uses. Imported on use only.
+"""
+
+from __future__ import annotations
+
+from trimode_vlm.eval.tasks import EvalTask, Example
+
+# One evaluation seed owns this many sample seeds, so that different seeds never share a sample.
+SAMPLES_PER_SEED = 1_000_000
+
+
+def tasks() -> dict[str, EvalTask]:
+    """All tasks of the generator by name."""
+    from trimode_vlm.training import synthetic
+
+    return {name: _task(name, task) for name, task in synthetic.TASKS.items()}
+
+
+def _task(name: str, task: object) -> EvalTask:
+    def example(index: int, seed: int) -> Example:
+        from trimode_vlm.training import synthetic
+
+        sample_seed = synthetic.HELD_OUT_SEED + seed * SAMPLES_PER_SEED + index
+        sample = synthetic.make_sample(name, sample_seed)
+        messages = sample.messages
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        return Example(id=index, messages=messages, gold=sample.answer, seed=sample_seed)
+
+    needs_image = getattr(task, "needs_image", True)
+    return EvalTask(name=name, example=example, needs_image=needs_image, num_examples=SAMPLES_PER_SEED)

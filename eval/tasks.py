@@ -1,0 +1,96 @@
+"""What a task is: numbered examples, a metric, a token budget; and the table of task names."""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One question: chat messages up to the user's turn (image parts hold the picture), and the right answer."""
+
+    id: int
+    messages: Messages
+    gold: str
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalTask:
+    """A named set of examples; `example(index, seed)` is pure, so that any worker can make any of them at any time."""
+
+    name: str
+    example: Callable[[int, int], Example]
+    num_examples: int | None = None
+    metric: str = "exact_match"
+    needs_image: bool = True
+    max_new_tokens: int = 1024
+
+
+def select(names: Sequence[str]) -> list[EvalTask]:
+    """The named tasks in the order given, groups expanded, each once.
+
+    Raises:
+        ValueError: an unknown name; names the nearest known one.
+    """
+    from trimode_vlm.eval import nano_tasks
+
+    tasks = nano_tasks.tasks()
+    groups = {"nano": list(tasks)}
+    chosen: dict[str, EvalTask] = {}
+    for name in names:
+        if name not in tasks and name not in groups:
+            near = difflib.get_close_matches(name, [*tasks, *groups], n=1, cutoff=0.0)
+            raise ValueError(f"unknown task {name!r}, did you mean {near[0]!r}? Known: {', '.join([*groups, *tasks])}")
+        chosen |= {member: tasks[member] for member in groups.get(name, [name])}
+    return list(chosen.values())
+
+
+def images_of(messages: Messages) -> list[Any]:
+    """The pictures of the image parts, in order."""
+    return [part["image"] for part in _parts(messages) if part.get("type") == "image"]
+
+
+def with_images(example: Example, images: Sequence[Any]) -> Example:
+    """The same question about other pictures.
+
+    Raises:
+        ValueError: the number of pictures differs from the number of image parts.
+    """
+    wanted = len(images_of(example.messages))
+    if len(images) != wanted:
+        raise ValueError(f"example {example.id} has {wanted} images but received {len(images)}")
+    rest = iter(images)
+
+    def swap(content: Any) -> Any:
+        if isinstance(content, str):
+            return content
+        return [{**part, "image": next(rest)} if part.get("type") == "image" else part for part in content]
+
+    return replace(example, messages=[{**message, "content": swap(message["content"])} for message in example.messages])
+
+
+def derangement(n: int, seed: int) -> list[int]:
+    """A random cyclic permutation of range(n) (Sattolo): no element keeps its place.
+
+    Raises:
+        ValueError: fewer than two elements.
+    """
+    if n < 2:
+        raise ValueError(f"shuffling images needs at least 2 samples per task, found {n}")
+    generator = random.Random(seed)
+    order = list(range(n))
+    for i in range(n - 1, 0, -1):
+        j = generator.randrange(i)
+        order[i], order[j] = order[j], order[i]
+    return order
+
+
+def _parts(messages: Messages) -> list[dict[str, Any]]:
+    return [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]

@@ -52,7 +52,12 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, rotary: RotaryPairs, pattern: Pattern, cache: KVCache | None, offset: int | Tensor,
+        self,
+        x: Tensor,
+        rotary: RotaryPairs,
+        pattern: Pattern,
+        cache: KVCache | None,
+        offset: int | Tensor,
         implementation: Implementation,
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotary, pattern, cache, offset, implementation)
@@ -71,7 +76,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
 
     def forward(
-        self, x: Tensor, rotary: RotaryPairs, pattern: Pattern, cache: KVCache | None, offset: int | Tensor,
+        self,
+        x: Tensor,
+        rotary: RotaryPairs,
+        pattern: Pattern,
+        cache: KVCache | None,
+        offset: int | Tensor,
         implementation: Implementation,
     ) -> Tensor:
         B, T, _ = x.shape

@@ -95,9 +95,11 @@ class TriModeConfig(PreTrainedConfig):
     @property
     def never_sampled_ids(self) -> list[int]:
         """Ids that no decoder may emit: the mask token and the tokens that stand for images."""
-        images = [] if self.vision_config is None else [
-            self.image_token_id, self.image_start_token_id, self.image_break_token_id, self.image_end_token_id
-        ]
+        images = (
+            []
+            if self.vision_config is None
+            else [self.image_token_id, self.image_start_token_id, self.image_break_token_id, self.image_end_token_id]
+        )
         return sorted({i for i in [self.mask_token_id, *images] if i is not None and i < self.vocab_size})
 
 
@@ -111,25 +113,47 @@ class TriModeTextConfig(TriModeConfig):
 
 
 RELEASED_ROPE: dict[str, Any] = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
 _NANO_ROPE = RELEASED_ROPE | {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
 _PIXTRAL = {"model_type": "pixtral", "patch_size": 14, "image_size": 1540, "hidden_act": "silu"}
 _NANO_VISION = _PIXTRAL | {
-    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 448
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 448,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
     "nano": dict(
-        vocab_size=640, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, rope_parameters=_NANO_ROPE,
+        vocab_size=640,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        rope_parameters=_NANO_ROPE,
         vision_config=_NANO_VISION,
     ),
     "3b": dict(hidden_size=3072, intermediate_size=9216, num_hidden_layers=26, head_dim=128, vision_config=_PIXTRAL),
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=34, head_dim=128, vision_config=_PIXTRAL),
     "14b": dict(
-        hidden_size=5120, intermediate_size=16384, num_hidden_layers=40, head_dim=128, vision_config=_PIXTRAL,
+        hidden_size=5120,
+        intermediate_size=16384,
+        num_hidden_layers=40,
+        head_dim=128,
+        vision_config=_PIXTRAL,
         rope_parameters=RELEASED_ROPE | {"rope_theta": 1e9},
     ),
 }

@@ -13,7 +13,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .backbone import TextBackbone
 from .cache import KVCache
 from .config import TimmVisionConfig, TriModeConfig, TriModeTextConfig
-from .generate import TriModeGenerationConfig, TriModeGenerationMixin
+from .generate import TriModeGenerationMixin
+from .generation_config import TriModeGenerationConfig
+from .model_inputs import positions
 from .patterns import Pattern, causal
 from .vision.encoder import PixtralEncoder
 from .vision.projector import MultiModalProjector
@@ -113,9 +115,7 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         """The backbone alone: [B, T, D] -> [B, T, D]; apply `diffusion_head` to the positions that need logits."""
         return self.encoder(inputs_embeds, position_ids, pattern, cache)
 
-    def embed(
-        self, input_ids: Tensor, pixel_values: Tensor | None = None, image_sizes: Tensor | None = None
-    ) -> Tensor:
+    def embed(self, input_ids: Tensor, pixel_values: Tensor | None = None, image_sizes: Tensor | None = None) -> Tensor:
         """Token embeddings [B, T, D], with image features in place of the image tokens.
 
         Raises:
@@ -132,7 +132,8 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         is_image = input_ids == self.config.image_token_id
         if int(is_image.sum()) != features.shape[0]:
             raise ValueError(
-                f"found {int(is_image.sum())} image tokens in input_ids but the images give {features.shape[0]} features"
+                f"found {int(is_image.sum())} image tokens in input_ids "
+                f"but the images give {features.shape[0]} features"
             )
         return embeds.masked_scatter(is_image[..., None], features)
 
@@ -166,18 +167,6 @@ def make_vision_tower(config: TriModeConfig) -> PixtralEncoder | TimmEncoder:
         return TimmEncoder(vision)
     assert isinstance(vision, PixtralVisionConfig)
     return PixtralEncoder(vision, config.vision_feature_layer)
-
-
-def positions(
-    batch: int, length: int, offset: int | Tensor, valid: Tensor | None, device: torch.device
-) -> Tensor:
-    """Position ids [B, T]: counted from the offset, and over real tokens only where padding is marked."""
-    if valid is not None:
-        return (valid.long().cumsum(-1) - 1).clamp(min=0) + offset
-    steps = torch.arange(length, device=device)[None]
-    if isinstance(offset, int):
-        return (steps + offset).expand(batch, length)
-    return steps + offset[:, None]
 
 
 class TriModeTextLM(TriModeVLM):

@@ -68,11 +68,14 @@ def causal(
         square = offset == 0 and key_valid is None
         kind: Literal["full", "causal", "masked"] = "full" if full else "causal" if square else "masked"
         if key_valid is None:
+
             def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return k <= q + offset
         else:
+
             def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return (k <= q + offset) & (key_valid[b, k] | (k == q + offset))
+
         return Pattern(predicate, batch, query_length, key_length, device, kind)
 
     def ragged(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -93,15 +96,14 @@ def block(batch: int, query_length: int, device: torch.device, offset: int | Ten
     return Pattern(ragged, batch, query_length, int(offset.max()) + query_length, device)
 
 
-def dual_stream(
-    position: Tensor, document: Tensor, block_start: Tensor, block_id: Tensor, is_noisy: Tensor
-) -> Pattern:
+def dual_stream(position: Tensor, document: Tensor, block_start: Tensor, block_id: Tensor, is_noisy: Tensor) -> Pattern:
     """Training pattern over [noisy | clean] tokens, decided by per-token metadata alone, each tensor [B, T].
 
     A clean query sees clean keys of its document at or before its position. A noisy query sees noisy keys of its own
     block, and clean keys of its document before its block's first position. Clean never sees noisy.
     Padding has document -1; it sees itself only. `block_id` is unique within a document.
     """
+
     def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         same_document = (document[b, q] == document[b, k]) & (document[b, k] >= 0)
         clean_to_clean = ~is_noisy[b, q] & ~is_noisy[b, k] & (position[b, k] <= position[b, q])

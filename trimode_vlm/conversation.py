@@ -1,0 +1,55 @@
+"""What a finished answer leaves behind, so that the next turn prefills only what is new."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .cache import KVCache
+
+
+@dataclass
+class ConversationCache:
+    """The keys of one conversation with the tokens and images that they stand for.
+
+    The next call gets the whole conversation again; what agrees with the cache from the start is not computed anew,
+    and a changed history or another picture is noticed.
+    """
+
+    kv: KVCache
+    token_ids: list[int]
+    image_digests: list[str] = field(default_factory=list)
+
+    def shared_prefix(self, token_ids: list[int], digests: list[str], image_spans: list[tuple[int, int]]) -> int:
+        """How many leading tokens of a new prompt the cache holds; at least one token is left to compute.
+
+        Args:
+            digests: of the new prompt's images in order; image_spans: first and past-the-end index of their tokens.
+        """
+        shared = 0
+        for old, new in zip(self.token_ids, token_ids[:-1], strict=False):
+            if old != new:
+                break
+            shared += 1
+        for i, (start, end) in enumerate(image_spans):
+            same = i < len(self.image_digests) and self.image_digests[i] == digests[i]
+            if start < shared and (not same or shared < end):
+                return start
+        return shared
+
+
+def image_digest(pixels: Tensor) -> str:
+    """A fingerprint of one image's pixel values."""
+    return hashlib.blake2b(pixels.detach().float().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def image_spans(token_ids: list[int], image_token_id: int | None, counts: list[int]) -> list[tuple[int, int]]:
+    """Where each image's tokens stand: (index of its first, index behind its last), given their counts in order."""
+    places = [i for i, token in enumerate(token_ids) if token == image_token_id]
+    spans, done = [], 0
+    for count in counts:
+        spans.append((places[done], places[done + count - 1] + 1))
+        done += count
+    return spans

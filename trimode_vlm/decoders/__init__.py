@@ -1,0 +1,19 @@
+"""The ways to decode. Each is a generator over rounds; a round is one Step for every row that is still running."""
+
+from __future__ import annotations
+
+from .ar import decode_ar
+from .diffusion import decode_diffusion
+from .linear_spec import decode_linear_spec
+from .state import DecodeState, Settings, Step
+
+DECODERS = {"ar": decode_ar, "diffusion": decode_diffusion, "linear_spec": decode_linear_spec}
+
+# The decoding options that each mode uses beside those that all modes share.
+MODE_OPTIONS: dict[str, frozenset[str]] = {
+    "ar": frozenset(),
+    "diffusion": frozenset({"block_length", "threshold", "commit_rule", "entropy_bound"}),
+    "linear_spec": frozenset({"block_length"}),
+}
+
+__all__ = ["DECODERS", "MODE_OPTIONS", "DecodeState", "Settings", "Step"]

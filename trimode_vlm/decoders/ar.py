@@ -1,0 +1,25 @@
+"""Autoregressive decoding: one token per forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..sampling import pick
+from .state import DecodeState, Step
+
+
+def decode_ar(state: DecodeState) -> Iterator[list[Step]]:
+    """Yield one token per row and round; the first comes from the prefill's logits and costs no forward."""
+    cost = 0
+    while state.rows:
+        token = pick(state.next_logits, state.settings.sampling, state.generators)
+        yield [Step(row=r, token_ids=[t], num_forwards=cost) for r, t in zip(state.rows, token.tolist(), strict=True)]
+        kept = state.drop_finished()
+        if kept is not None:
+            token = token[kept]
+        if not state.rows:
+            return
+        logits = state.commit(token[:, None])
+        state.cache.advance([1] * state.batch)
+        state.next_logits = state.process(logits, token[:, None])[:, -1]
+        cost = 1

@@ -1,0 +1,77 @@
+"""Linear self-speculation: diffusion drafts a block, one causal forward of the same weights verifies it.
+
+A cycle is two forwards and gives 1..k tokens for block length k. Greedy output equals greedy AR; sampled output has
+AR's distribution. Source: Nemotron-Labs-Diffusion (arXiv 2607.05722), section 3; accept rule: arXiv 2211.17192.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..sampling import draw, pick, probabilities, speculative_accept
+from .state import DecodeState, Step
+
+
+def decode_linear_spec(state: DecodeState) -> Iterator[list[Step]]:
+    """Yield the seed of the prefill, then per cycle the accepted drafts and the verifier's own next token."""
+    seed = pick(state.next_logits, state.settings.sampling, state.generators)
+    yield [Step(row=r, token_ids=[t], num_forwards=0) for r, t in zip(state.rows, seed.tolist(), strict=True)]
+    while True:
+        kept = state.drop_finished()
+        if kept is not None:
+            seed = seed[kept]
+        if not state.rows:
+            return
+        # A row that may emit one token more needs no draft; one forward then finishes it as AR would.
+        drafting = state.settings.block_length > 1 and max(state.remaining) > 1
+        draft_ids, draft_probs = _draft(state, seed) if drafting else (seed[:, None][:, :0], None)
+        block = torch.cat((seed[:, None], draft_ids), 1)
+        logits = state.process(state.commit(block), block)
+        num_accepted, seed = _verify(state, draft_ids, draft_probs, logits)
+        state.cache.advance([n + 1 for n in num_accepted])
+        accepted, bonus = draft_ids.tolist(), seed.tolist()
+        yield [
+            Step(
+                row=row,
+                token_ids=accepted[i][: num_accepted[i]] + [bonus[i]],
+                draft=accepted[i],
+                num_accepted=num_accepted[i],
+                num_forwards=2 if drafting and state.remaining[i] > 1 else 1,
+            )
+            for i, row in enumerate(state.rows)
+        ]
+
+
+def _draft(state: DecodeState, seed: Tensor) -> tuple[Tensor, Tensor | None]:
+    """One bidirectional forward of [seed, mask x (k - 1)]: drafted ids [B, k - 1] and, sampling, what they came from."""
+    params = state.settings.sampling
+    canvas = seed.new_full((len(seed), state.settings.block_length), state.model.config.mask_token_id)
+    canvas[:, 0] = seed
+    logits = state.propose(canvas)[:, 1:]
+    if not params.do_sample:
+        return logits.argmax(-1), None
+    draft_probs = probabilities(logits, params)
+    return draw(draft_probs, state.generators), draft_probs
+
+
+def _verify(
+    state: DecodeState, draft_ids: Tensor, draft_probs: Tensor | None, logits: Tensor
+) -> tuple[list[int], Tensor]:
+    """How many drafts each row accepts, and the token that follows them [B]."""
+    params = state.settings.sampling
+    if not params.do_sample:
+        target = logits.argmax(-1)
+        agree = (target[:, :-1] == draft_ids).long().cumprod(-1)
+        num_accepted = agree.sum(-1)
+        return num_accepted.tolist(), target.gather(-1, num_accepted[:, None]).squeeze(-1)
+    target_probs = probabilities(logits, params)
+    if draft_probs is None:
+        draft_probs = target_probs[:, :0]
+    results = [
+        speculative_accept(draft_ids[i], draft_probs[i], target_probs[i], state.generators[i])
+        for i in range(state.batch)
+    ]
+    return [n for n, _ in results], torch.tensor([t for _, t in results], device=logits.device)

@@ -1,0 +1,138 @@
+"""The decoding parameters of one request: defaults, overrides and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from typing import Any
+
+from transformers import GenerationConfig
+
+from .decoders import DECODERS, MODE_OPTIONS, Settings
+from .sampling import SamplingParams
+
+COMMIT_RULES = ("confidence", "entropy")
+OUR_DEFAULTS: dict[str, Any] = {
+    "mode": "ar",
+    "block_length": None,
+    "threshold": 0.9,
+    "commit_rule": "confidence",
+    "entropy_bound": 0.1,
+    "seed": None,
+}
+SHARED_OPTIONS = frozenset(
+    {
+        "mode",
+        "max_new_tokens",
+        "max_length",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "stop_strings",
+        "seed",
+        "eos_token_id",
+        "pad_token_id",
+        "bos_token_id",
+        "return_dict_in_generate",
+    }
+)
+# Keys of GenerationConfig that ask for nothing, whatever they hold: bookkeeping of transformers.
+_BOOKKEEPING = frozenset({"transformers_version", "use_cache", "low_memory"})
+_NEUTRAL: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "length_penalty": 1.0}
+
+
+class TriModeGenerationConfig(GenerationConfig):
+    """A transformers GenerationConfig with the tri-mode options; lives in `generation_config.json`.
+
+    Args:
+        mode: "ar", "diffusion" or "linear_spec".
+        block_length: tokens per diffusion block or draft (None: the model's own).
+        threshold: diffusion commits every masked position at or above this probability; None: one token per forward.
+        commit_rule: "confidence" or "entropy"; entropy_bound: nats that the entropy rule may commit at once.
+        seed: of the request; row b draws from a stream of its own, seeded with seed + b.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        for name, default in OUR_DEFAULTS.items():
+            setattr(self, name, kwargs.pop(name, default))
+        super().__init__(**kwargs)
+
+    @classmethod
+    def from_model_config(cls, model_config: Any) -> TriModeGenerationConfig:
+        """The defaults of a model that has no generation_config.json: its special tokens."""
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return cls(**{name: getattr(model_config, name, None) for name in names})
+
+    def override(self, kwargs: dict[str, Any]) -> TriModeGenerationConfig:
+        """A copy with `kwargs` put over it.
+
+        Raises:
+            ValueError: an option is unknown, has no effect in the resulting mode, or holds a value out of its range.
+        """
+        config = copy.deepcopy(self)
+        known = SHARED_OPTIONS.union(*MODE_OPTIONS.values())
+        for name, value in kwargs.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, sorted(known), 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+                raise ValueError(f"unknown generation option {name!r}; {hint}")
+            setattr(config, name, value)
+        if config.mode not in DECODERS:
+            near = difflib.get_close_matches(str(config.mode), DECODERS, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"unknown mode {config.mode!r}; {hint}known: {', '.join(DECODERS)}")
+        used = SHARED_OPTIONS | MODE_OPTIONS[config.mode]
+        for name, value in kwargs.items():
+            if name not in used and value is not None:
+                users = [mode for mode, options in MODE_OPTIONS.items() if name in options]
+                raise ValueError(f"mode {config.mode!r} does not use {name!r}; it belongs to {', '.join(users)}")
+        if not config.do_sample and kwargs.get("temperature") not in (None, 1.0):
+            raise ValueError(f"temperature={kwargs['temperature']} has no effect without do_sample=True")
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raise ValueError for values out of range, and for transformers options that no mode here honours."""
+        positive = {"max_new_tokens": self.max_new_tokens, "block_length": self.block_length}
+        for name, value in positive.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.do_sample and self.temperature is not None and not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}; greedy is do_sample=False")
+        if self.threshold is not None and not 0 < self.threshold <= 1:
+            raise ValueError(f"threshold must lie in (0, 1], got {self.threshold}; None commits one token per forward")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k is not None and self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if self.commit_rule not in COMMIT_RULES:
+            raise ValueError(f"unknown commit_rule {self.commit_rule!r}; known: {', '.join(COMMIT_RULES)}")
+        if self.entropy_bound < 0:
+            raise ValueError(f"entropy_bound must be at least 0, got {self.entropy_bound}")
+        allowed = SHARED_OPTIONS.union(_BOOKKEEPING, *MODE_OPTIONS.values())
+        for name, value in vars(self).items():
+            unset = value is None or value is False or (name in _NEUTRAL and value == _NEUTRAL[name])
+            if not name.startswith("_") and name not in allowed and not unset:
+                raise ValueError(f"generation option {name}={value!r} is not supported by the tri-mode decoders")
+
+    def settings(self, default_block_length: int) -> Settings:
+        """The part that decoders read."""
+        sampling = SamplingParams(
+            do_sample=bool(self.do_sample),
+            temperature=1.0 if self.temperature is None else float(self.temperature),
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else float(self.top_p),
+        )
+        return Settings(
+            block_length=self.block_length or default_block_length,
+            threshold=self.threshold,
+            commit_rule=self.commit_rule,
+            entropy_bound=self.entropy_bound,
+            sampling=sampling,
+        )
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        ids = self.eos_token_id
+        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,123 @@
+"""From a padded batch to prompts, and from prompts to a filled cache and the first logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .conversation import ConversationCache, image_digest, image_spans
+from .model_inputs import image_token_counts, positions
+from .patterns import causal
+
+if TYPE_CHECKING:
+    from .model import TriModeVLM
+
+
+@dataclass
+class Prompt:
+    """One row without its padding. `images` are (digest, pixels [3, height, width]) in order; `counts` their tokens."""
+
+    token_ids: list[int]
+    images: list[tuple[str, Tensor]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+
+def read_prompts(
+    model: TriModeVLM,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    pixel_values: Tensor | None = None,
+    image_sizes: Tensor | None = None,
+) -> list[Prompt]:
+    """Take a batch apart, and give each row the images that its image tokens stand for.
+
+    Raises:
+        ValueError: input_ids is not [rows, T] or has an empty row; image tokens and images do not match.
+    """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must have the shape [rows, tokens], got {tuple(input_ids.shape)}")
+    keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    prompts = [Prompt(ids[m.bool()].tolist()) for ids, m in zip(input_ids, keep, strict=True)]
+    empty = [i for i, p in enumerate(prompts) if not p.token_ids]
+    if empty:
+        raise ValueError(f"row {empty[0]} of input_ids has no tokens")
+    if pixel_values is None:
+        found = sum(t == model.config.image_token_id for p in prompts for t in p.token_ids)
+        if model.config.vision_config is not None and found:
+            raise ValueError(f"found {found} image tokens in input_ids but no pixel_values")
+        return prompts
+    if image_sizes is None:
+        image_sizes = torch.tensor([pixel_values.shape[-2:]] * len(pixel_values))
+    sizes = [(int(h), int(w)) for h, w in image_sizes.tolist()]
+    counts = image_token_counts(model.config, sizes)
+    _share_images(model, prompts, [pixel_values[i, :, :h, :w] for i, (h, w) in enumerate(sizes)], counts)
+    return prompts
+
+
+def _share_images(model: TriModeVLM, prompts: list[Prompt], images: list[Tensor], counts: list[int]) -> None:
+    given = iter(zip(images, counts, strict=True))
+    found = sum(t == model.config.image_token_id for p in prompts for t in p.token_ids)
+    if found != sum(counts):
+        raise ValueError(f"found {found} image tokens in input_ids but the {len(images)} images need {sum(counts)}")
+    for number, prompt in enumerate(prompts):
+        open_tokens = sum(t == model.config.image_token_id for t in prompt.token_ids)
+        while open_tokens > 0:
+            pixels, count = next(given)
+            prompt.images.append((image_digest(pixels), pixels))
+            prompt.counts.append(count)
+            open_tokens -= count
+        if open_tokens < 0:
+            raise ValueError(f"the image tokens of row {number} do not match its images")
+
+
+def prefill(model: TriModeVLM, prompts: list[Prompt], earlier: ConversationCache | None) -> tuple[KVCache, Tensor]:
+    """One causal forward of all prompts: the cache, and the logits [rows, V] behind each prompt's last token.
+
+    With a conversation's cache (one row), only the tokens that it does not hold are computed.
+    """
+    device, config = model.device, model.config
+    if earlier is None:
+        longest = max(len(p.token_ids) for p in prompts)
+        cache = KVCache(config, len(prompts), longest, model.dtype, device)
+        held = 0
+    else:
+        cache = earlier.kv
+        held = _reuse(model, prompts[0], earlier)
+    new_ids = [p.token_ids[held:] for p in prompts]
+    lengths = torch.tensor([len(ids) for ids in new_ids], device=device)
+    T = int(lengths.max())
+    # Rows are padded on the right: what a padded slot writes lies behind its row's length and is never read.
+    ids_BT = torch.zeros(len(prompts), T, dtype=torch.long, device=device)
+    for row, ids in enumerate(new_ids):
+        ids_BT[row, : len(ids)] = torch.tensor(ids, device=device)
+    cache.reserve(held + T)
+    embeds = model.encoder.embed_tokens(ids_BT)
+    images = _new_images(model, prompts, held)
+    if images:
+        features = torch.cat([f for x in images for f in model.encode_images(x[None].to(device))])
+        embeds = model.place(embeds, ids_BT, features.to(embeds.dtype))
+    position_ids = positions(len(prompts), T, held, None, device)
+    hidden = model.hidden(embeds, position_ids, causal(len(prompts), T, device, held), cache)
+    cache.advance(lengths.tolist())
+    last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
+    return cache, model.diffusion_head(last)
+
+
+def _reuse(model: TriModeVLM, prompt: Prompt, earlier: ConversationCache) -> int:
+    spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
+    held = earlier.shared_prefix(prompt.token_ids, [d for d, _ in prompt.images], spans)
+    earlier.kv.truncate(held)
+    return held
+
+
+def _new_images(model: TriModeVLM, prompts: list[Prompt], held: int) -> list[Tensor]:
+    """The images whose tokens are not in the cache; a cached prefix never ends inside an image."""
+    images = []
+    for prompt in prompts:
+        spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
+        images += [pixels for (start, _), (_, pixels) in zip(spans, prompt.images, strict=True) if start >= held]
+    return images

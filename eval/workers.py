@@ -57,7 +57,9 @@ def _fan_out(settings: EvalSettings, todo: Sequence[Key], loader: Callable[..., 
         for worker in range(settings.workers):
             receive, send = context.Pipe(duplex=False)
             keys = [key for key in todo if key.id % settings.workers == worker]
-            process = context.Process(target=_child, args=(settings, keys, loader, worker, send), daemon=True)
+            process = context.Process(
+                target=_child, name=f"eval-worker-{worker}", args=(settings, keys, loader, worker, send), daemon=True
+            )
             process.start()
             send.close()  # the child holds the only other end: its death ends the pipe
             processes.append(process)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,3 +347,52 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytes
     ]:
         assert run.main(["eval", "--output", str(tmp_path / "out"), *options]) in (1, 2)
         assert message in capsys.readouterr().err
+
+
+class BlindModel(StubModel):
+    """Answers "x" to everything; the process that `TRIMODE_TEST_DIE` names dies before its third."""
+
+    def generate(self, input_ids: Any, **options: Any) -> Any:
+        self.calls.append(options)
+        if multiprocessing.current_process().name == os.environ.get("TRIMODE_TEST_DIE") and len(self.calls) > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        one = {"num_new_tokens": [1], "nfe": [1], "nfe_prefill": [1], "seconds": [0.1], "accepted_lengths": [[]]}
+        sequences = torch.tensor([[*input_ids[0].tolist(), ord("x"), PAD]])
+        return SimpleNamespace(sequences=sequences, finish_reasons=["stop"], **one)
+
+
+class BlindProcessor(StubProcessor):
+    def apply_chat_template(self, messages: Any, **options: Any) -> dict[str, Any]:
+        assert messages[-1]["role"] == "user"
+        return {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+
+
+def blind_loader(path: str, dtype: Any, device: Any) -> tuple[Any, Any]:
+    return BlindModel(), BlindProcessor()
+
+
+def test_workers_share_the_samples_and_a_dead_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes on two of nano's tasks, one killed in the middle; resumed by one process."""
+    monkeypatch.undo()
+    chosen = settings(tmp_path, tasks=("grid_cell", "text_spell"), limit=4, workers=2)
+    monkeypatch.setenv("TRIMODE_TEST_DIE", "eval-worker-1")
+    with pytest.raises(RuntimeError, match="worker 1 exited with code -9; .*goes on"):
+        run.evaluate(chosen, loader=blind_loader)
+    shards = [state.read_file(state.shard_path(Path(chosen.output), worker)) for worker in (0, 1)]
+    assert [len(shard) for shard in shards] == [8, 2]
+    assert [{r["id"] % 2 for r in shard} for shard in shards] == [{0}, {1}]
+    run.evaluate(replace(chosen, workers=1), loader=blind_loader)
+    alone = replace(chosen, workers=1, output=str(tmp_path / "alone"))
+    run.evaluate(alone, loader=blind_loader)
+    assert lines(chosen) == lines(alone) and len(lines(alone)) == 16
+
+
+def test_held_out_nano_samples_are_no_training_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    from trimode_vlm.training.synthetic import HELD_OUT_SEED
+
+    tasks = select(["nano"])
+    seeds = [task.example(i, seed).seed or 0 for task in tasks for seed in (0, 1) for i in (0, 999)]
+    assert min(seeds) >= HELD_OUT_SEED and len(set(seeds)) == 4
+    assert all(bool(images_of(task.example(0, 0).messages)) == task.needs_image for task in tasks)
+    assert all(task.example(3, 1).messages[-1]["role"] == "user" for task in tasks)

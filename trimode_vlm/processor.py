@@ -1,0 +1,400 @@
+"""TriModeProcessor: chat messages and images to the tensors of the model, and the spans that training needs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from PIL import Image
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers.feature_extraction_utils import BatchFeature
+from transformers.processing_utils import ProcessorMixin
+
+from trimode_vlm.chat import ChatEncoder, Message, Shield, adapt_content, answer_spans, check_messages
+from trimode_vlm.config import TriModeConfig, TriModeTextConfig
+from trimode_vlm.detokenizer import IncrementalDetokenizer
+from trimode_vlm.image_processor import TriModeImageProcessor, flatten_images
+from trimode_vlm.image_tokens import IMAGE_LAYOUTS, ImageLayout, expand_images, pad_rows, truncate
+
+__all__ = ["IMAGE_LAYOUTS", "IncrementalDetokenizer", "TriModeImageProcessor", "TriModeProcessor"]
+
+_TEXT_OPTIONS = (
+    "padding", "padding_side", "pad_to_multiple_of", "truncation", "truncation_side", "max_length",
+    "add_special_tokens", "return_tensors", "return_attention_mask",
+)  # fmt: skip
+_GROUPS = ("text_kwargs", "images_kwargs", "common_kwargs")
+
+
+class TriModeProcessor(ProcessorMixin):
+    """Joins tokenizer and image processor; knows how an image lies among the tokens and what a user may not type.
+
+    Args:
+        image_processor: by default one with the released model's settings.
+        tokenizer: a fast tokenizer.
+        chat_template: by default the tokenizer's.
+        image_token: the token that stands for image features and, once per image, in the chat template's output.
+        image_start_token, image_break_token, image_end_token: put before an image, between its rows, after it; or None.
+        break_after_last: whether the last row is closed by a break as well, before the end token.
+        mask_token: the diffusion mask, if it is no special token of the tokenizer.
+
+    Without any image token given, the tokenizer is searched for those of a known layout (`IMAGE_LAYOUTS`); a tokenizer
+    without one makes a text-only processor.
+    """
+
+    def __init__(
+        self,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+        image_token: str | None = None,
+        image_start_token: str | None = None,
+        image_break_token: str | None = None,
+        image_end_token: str | None = None,
+        break_after_last: bool = False,
+        mask_token: str | None = None,
+    ) -> None:
+        template = chat_template or getattr(tokenizer, "chat_template", None)
+        super().__init__(image_processor or TriModeImageProcessor(), tokenizer, chat_template=template)
+        if image_token is None:
+            vocabulary = set(tokenizer.added_tokens_encoder)
+            for layout in IMAGE_LAYOUTS.values():
+                if vocabulary.issuperset(token for token in layout.values() if token):
+                    image_token, image_start_token, image_break_token, image_end_token = layout.values()
+                    break
+        self.image_token = image_token
+        self.image_start_token = image_start_token
+        self.image_break_token = image_break_token
+        self.image_end_token = image_end_token
+        self.break_after_last = break_after_last
+        self.mask_token = mask_token
+        self.layout = ImageLayout.from_tokens(
+            tokenizer, image_token, image_start_token, image_break_token, image_end_token, break_after_last
+        )
+        self.image_token_id = self.layout.image if self.layout else None
+        self._encoder: tuple[int, ChatEncoder] | None = None
+        self._template_takes: tuple[str, bool, bool] | None = None
+
+    @property
+    def model_input_names(self) -> list[str]:
+        """Names of the tensors that this processor can return."""
+        return ["input_ids", "attention_mask", "pixel_values", "image_sizes"]
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
+        """Save processor_config.json, the tokenizer, the chat template, and preprocessor_config.json for older tools."""
+        files = super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        return [*files, *self.image_processor.save_pretrained(save_directory)]
+
+    @classmethod
+    def _get_arguments_from_pretrained(cls, path: Any, processor_dict: Any = None, **kwargs: Any) -> list[Any]:
+        # A text-only checkpoint has no image processor, and a released one may name a class that is not installed.
+        try:
+            image_processor = TriModeImageProcessor.from_pretrained(path, **kwargs)
+        except OSError:
+            image_processor = TriModeImageProcessor()
+        return [image_processor, AutoTokenizer.from_pretrained(path, **kwargs)]
+
+    # --- text and images to tensors -------------------------------------------------------------------------------
+
+    def __call__(self, images: Any = None, text: str | list[str] | None = None, **kwargs: Any) -> BatchFeature:
+        """Return input_ids and attention_mask of prompts, and pixel_values and image_sizes of their images.
+
+        Args:
+            images: anything that `open_image` takes, or (nested) lists of it, in order of the placeholders in `text`.
+            text: one prompt or several, already rendered: here special tokens are special. For messages that users
+                wrote, use `apply_chat_template`.
+            **kwargs: padding, padding_side ("left" by default), truncation, max_length, add_special_tokens,
+                return_tensors ("pt" by default), images_kwargs={...}.
+
+        Raises:
+            ValueError: placeholders and images differ in number, or an option is unknown.
+        """
+        options, image_options = self._options(kwargs)
+        if text is None:
+            if images is None:
+                raise ValueError("the processor needs text, images or both")
+            return self.image_processor(images, return_tensors=options.get("return_tensors", "pt"), **image_options)
+        texts = [text] if isinstance(text, str) else list(text)
+        special = options.get("add_special_tokens", True)
+        bos = self.tokenizer.bos_token
+        rows = [
+            # A rendered chat brings its own BOS.
+            self.tokenizer(t, add_special_tokens=special and not (bos and t.startswith(bos)))["input_ids"] for t in texts
+        ]
+        return self._finish(rows, flatten_images(images), options, image_options)
+
+    def apply_chat_template(  # type: ignore[override]
+        self,
+        conversation: Any,
+        chat_template: str | None = None,
+        tools: list[Any] | None = None,
+        documents: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        return_assistant_tokens_mask: bool = False,
+        tokenize: bool = False,
+        return_tensors: str | None = "auto",
+        return_dict: bool = False,
+        processor_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Render messages and, with `tokenize`, return the model's inputs; signature and results as in transformers.
+
+        Special tokens that a message's text spells out become plain text. `enable_thinking` is False unless given.
+        Several conversations give a batch, padded on the left. Other keyword arguments go to the template if it
+        names them, else they are options of `__call__`.
+
+        Raises:
+            ValueError: bad messages (see `check_messages`), the template refuses them, images missing or too many.
+        """
+        first = conversation[0] if isinstance(conversation, (list, tuple)) and conversation else None
+        batched = isinstance(first, (list, tuple)) or hasattr(first, "messages")
+        template = self._template(chat_template)
+        template_options = {k: v for k, v in kwargs.items() if k in template}
+        call_options = {**{k: v for k, v in kwargs.items() if k not in template}, **(processor_kwargs or {})}
+        given = flatten_images(call_options.pop("images", None))
+        if not tokenize:
+            call_options = {}
+        options, image_options = self._options(call_options)
+        rows, masks, sources, texts = [], [], [], []
+        for messages in conversation if batched else [conversation]:
+            chat = _Chat(
+                self, messages, template, template_options | {"tools": tools, "documents": documents},
+                add_generation_prompt, continue_final_message,
+            )  # fmt: skip
+            texts.append(chat.shield.uncover(chat.rendered))
+            if tokenize:
+                ids, spans = chat.encode(with_answers=return_assistant_tokens_mask)
+                rows.append(ids)
+                masks.append(_mask_of(len(ids), spans))
+                sources += chat.sources
+        if not tokenize:
+            return texts if batched else texts[0]
+        if return_tensors != "auto":
+            options["return_tensors"] = return_tensors
+        sources = given if given and all(s is None for s in sources) else sources + given
+        if any(source is None for source in sources):
+            missing = sum(source is None for source in sources)
+            raise ValueError(f"{missing} of {len(sources)} image parts name no image (image, url, path or base64)")
+        out = self._finish(rows, sources, options, image_options, masks if return_assistant_tokens_mask else None)
+        return out if return_dict else out["input_ids"]
+
+    def encode_chat(self, messages: Any, add_generation_prompt: bool = False, **template_options: Any) -> dict[str, Any]:
+        """Return one chat as training sees it; the template's spans decide what is an answer.
+
+        Returns:
+            input_ids: list[int], image placeholders already expanded.
+            loss_mask: list[bool], True exactly on the assistants' texts and the token that ends each
+                (`train: False` in a message leaves it out).
+            images: list of RGB PIL images, in order of the turns; image_sizes: their (height, width) in the model.
+            image_spans, response_spans: list[tuple[int, int]], token ranges of whole images and of trained answers.
+
+        Raises:
+            ValueError: as `apply_chat_template`, or an answer cannot be located in the rendered chat.
+        """
+        chat = _Chat(self, messages, self._template(None), template_options, add_generation_prompt, False)
+        ids, answers = chat.encode(with_answers=True)
+        images = [self.image_processor.open(source) for source in chat.sources if source is not None]
+        if len(images) != len(chat.sources):
+            raise ValueError(f"found {len(chat.sources)} image placeholders but received {len(images)} images")
+        sizes = [self.image_processor.model_size(image.height, image.width) for image in images]
+        ids, image_spans, (mask,) = self._expand(ids, sizes, [_mask_of(len(ids), answers)])
+        return {
+            "input_ids": ids,
+            "loss_mask": mask,
+            "images": images,
+            "image_sizes": sizes,
+            "image_spans": image_spans,
+            "response_spans": _runs(mask),
+        }
+
+    def truncate_chat(self, encoded: dict[str, Any], max_length: int) -> dict[str, Any]:
+        """Cut an `encode_chat` result to `max_length` tokens at the right; an image is kept whole or dropped whole.
+
+        Raises:
+            ValueError: no trained token is left.
+        """
+        start, stop = truncate(len(encoded["input_ids"]), max_length, encoded["image_spans"], side="right")
+        num_images = sum(last <= stop for _, last in encoded["image_spans"])
+        mask = encoded["loss_mask"][start:stop]
+        if not any(mask):
+            raise ValueError(
+                f"{len(encoded['input_ids'])} tokens cut to {max_length} leave no trained token; raise max_length"
+            )
+        return {
+            "input_ids": encoded["input_ids"][start:stop],
+            "loss_mask": mask,
+            "images": encoded["images"][:num_images],
+            "image_sizes": encoded["image_sizes"][:num_images],
+            "image_spans": encoded["image_spans"][:num_images],
+            "response_spans": _runs(mask),
+        }
+
+    # --- details --------------------------------------------------------------------------------------------------
+
+    def _expand(
+        self, ids: list[int], sizes: list[tuple[int, int]], parallel: list[list[bool]]
+    ) -> tuple[list[int], list[tuple[int, int]], list[list[bool]]]:
+        grids = [self.image_processor.token_grid(*size) for size in sizes]
+        return expand_images(ids, grids, self.layout, parallel)
+
+    def _finish(
+        self, rows: list[list[int]], sources: list[Any], options: dict[str, Any], image_options: dict[str, Any],
+        masks: list[list[bool]] | None = None,
+    ) -> BatchFeature:  # fmt: skip
+        """Expand placeholders, truncate between images, pad, and add the images' tensors."""
+        needed = [sum(i == self.image_token_id for i in row) if self.layout else 0 for row in rows]
+        if sum(needed) != len(sources):
+            if not self.layout:
+                raise ValueError(f"received {len(sources)} images, but this checkpoint reads text only")
+            raise ValueError(f"found {sum(needed)} image placeholders but received {len(sources)} images")
+        data: dict[str, Any] = {}
+        if sources:
+            data = dict(self.image_processor(sources, return_tensors=None, **image_options))
+        sizes = [tuple(size) for size in data.get("image_sizes", [])]
+        parallel = masks or [[False] * len(row) for row in rows]
+        limit = options.get("max_length") if options.get("truncation") else None
+        side = options.get("truncation_side", self.tokenizer.truncation_side)
+        out_rows, out_masks, used = [], [], 0
+        for row, mask, count in zip(rows, parallel, needed, strict=True):
+            row, spans, (mask,) = self._expand(row, sizes[used : used + count], [mask])
+            used += count
+            start, stop = truncate(len(row), limit, spans, side)
+            if any(first < start or last > stop for first, last in spans):
+                raise ValueError(
+                    f"max_length = {limit} cuts into the images of a prompt of {len(row)} tokens; "
+                    "raise max_length or send smaller images"
+                )
+            out_rows.append(row[start:stop])
+            out_masks.append(mask[start:stop])
+        text = pad_rows(out_rows, out_masks if masks is not None else None, self.tokenizer, options)
+        return BatchFeature({**text, **data}, tensor_type=options.get("return_tensors", "pt"))
+
+    def _options(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Split keyword arguments into those for text and those for images."""
+        flat = {k: v for k, v in kwargs.items() if k not in _GROUPS}
+        for group in ("common_kwargs", "text_kwargs"):
+            flat = {**(kwargs.get(group) or {}), **flat}
+        known_image = self.image_processor.valid_kwargs.__annotations__
+        image_options = dict(kwargs.get("images_kwargs") or {})
+        image_options.pop("return_tensors", None)
+        options = {}
+        for key, value in flat.items():
+            if key in _TEXT_OPTIONS:
+                options[key] = value
+            elif key in known_image:
+                image_options[key] = value
+            else:
+                near = difflib.get_close_matches(key, [*_TEXT_OPTIONS, *known_image], n=1)
+                raise ValueError(f"unknown processor option {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        return options, image_options
+
+    def _template(self, chat_template: str | None) -> str:
+        known = self.chat_template if isinstance(self.chat_template, dict) else {"default": self.chat_template}
+        template = known.get(chat_template or "default", chat_template)
+        if template is None:
+            raise ValueError("this processor has no chat template; pass chat_template=")
+        return template
+
+    def chat_encoder(self) -> ChatEncoder:
+        """Return the encoder of the present tokenizer, built once."""
+        if self._encoder is None or self._encoder[0] != len(self.tokenizer):
+            extra = [self.image_token, self.image_start_token, self.image_break_token, self.image_end_token]
+            extra.append(self.mask_token)
+            self._encoder = len(self.tokenizer), ChatEncoder(self.tokenizer, [t for t in extra if t])
+        return self._encoder[1]
+
+    def template_takes(self, template: str) -> tuple[bool, bool]:
+        """Return whether a template reads content as parts and whether it reads content as text."""
+        if self._template_takes is None or self._template_takes[0] != template:
+            answers = []
+            for content in ([{"type": "text", "text": "PROBE"}], "PROBE"):
+                try:
+                    text = self.render(template, [{"role": "user", "content": content}], {}, False)
+                    answers.append("PROBE" in text and "'type'" not in text and '"type"' not in text)
+                except ValueError:
+                    answers.append(False)
+            self._template_takes = template, answers[0], answers[1]
+        return self._template_takes[1:]
+
+    def render(
+        self, template: str, messages: list[Message], options: dict[str, Any], add_generation_prompt: bool,
+        continue_final_message: bool | str = False,
+    ) -> str:  # fmt: skip
+        """Return the text that the template makes of checked messages.
+
+        Raises:
+            ValueError: the template refuses them.
+        """
+        if "enable_thinking" in template:
+            options = {"enable_thinking": False, **options}
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, **options,
+            )  # fmt: skip
+        except (TemplateError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+
+class _Chat:
+    """One conversation on its way to ids: checked, shielded, rendered."""
+
+    def __init__(
+        self, processor: TriModeProcessor, messages: Any, template: str, options: dict[str, Any],
+        add_generation_prompt: bool, continue_final_message: bool | str,
+    ) -> None:  # fmt: skip
+        checked, self.sources = check_messages(messages)
+        self.encoder = processor.chat_encoder()
+        self.layout_tokens = [processor.image_token, processor.image_start_token, processor.image_break_token]
+        self.layout_tokens.append(processor.image_end_token)
+        self.shield = Shield(self.encoder.control)
+        covered = self.shield.cover({"messages": checked, **options})
+        self.options = {k: v for k, v in covered.items() if k != "messages"}
+        adapted = adapt_content(covered["messages"], *processor.template_takes(template), processor.image_token)
+        self.messages = adapted
+        self.render: Callable[[list[Message], bool], str] = lambda part, prompt: processor.render(
+            template, part, self.options, prompt
+        )
+        self.rendered = processor.render(
+            template, adapted, self.options, add_generation_prompt, continue_final_message
+        )
+        rendered_images = self.rendered.count(processor.image_token) if processor.image_token else 0
+        if rendered_images != len(self.sources):
+            if not processor.layout:
+                raise ValueError(f"received {len(self.sources)} images, but this checkpoint reads text only")
+            raise ValueError(
+                f"the messages hold {len(self.sources)} images but the chat template rendered "
+                f"{rendered_images} image placeholders ({processor.image_token})"
+            )
+
+    def encode(self, with_answers: bool) -> tuple[list[int], list[range]]:
+        """Return the ids, one placeholder per image, and the token ranges of the trained answers."""
+        text, spans = self.rendered, None
+        if with_answers:
+            ends = self.encoder.end_pattern(token for token in self.layout_tokens if token)
+            text, spans = answer_spans(self.messages, self.render, ends, text)
+        return self.encoder.encode(text, self.shield.restore, spans)
+
+
+def _mask_of(length: int, spans: list[range]) -> list[bool]:
+    mask = [False] * length
+    for span in spans:
+        mask[span.start : span.stop] = [True] * len(span)
+    return mask
+
+
+def _runs(mask: list[bool]) -> list[tuple[int, int]]:
+    edges = [i for i, (a, b) in enumerate(zip([False, *mask], [*mask, False], strict=True)) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+AutoImageProcessor.register(
+    TriModeConfig,
+    image_processor_classes={"torchvision": TriModeImageProcessor, "pil": TriModeImageProcessor},
+    exist_ok=True,
+)
+for _config_class in (TriModeConfig, TriModeTextConfig):
+    AutoProcessor.register(_config_class, TriModeProcessor, exist_ok=True)

@@ -109,9 +109,7 @@ class Generation:
     ) -> None:
         self.start = time.perf_counter()
         if config.mode == "diffusion" and logits_processor:
-            raise ValueError(
-                "mode 'diffusion' cannot honour logits_processor: its positions have no left context; use ar or linear_spec"
-            )
+            raise ValueError("mode 'diffusion' cannot honour logits_processor: use ar or linear_spec")
         self.model, self.config = model, config
         self.criteria = stopping_criteria or []
         self.processors = logits_processor or []
@@ -275,7 +273,7 @@ class TriModeGenerationMixin:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Called by from_pretrained: read generation_config.json as our class; a folder without one has the defaults."""
+        """Called by from_pretrained: read generation_config.json as our class; without one, the defaults."""
         model = cast("TriModeVLM", self)
         if generation_config is not None:
             model.generation_config = TriModeGenerationConfig.from_dict(generation_config.to_dict())
@@ -370,7 +368,7 @@ class TriModeGenerationMixin:
         cache: ConversationCache | None = None,
         **options: Any,
     ) -> Stream:
-        """generate() as an iterator of StreamEvents; closing it ends the forwards. Its `output()` has the statistics."""
+        """generate() as an iterator of StreamEvents; close() ends the forwards, output() has the statistics."""
         run = self._start(input_ids, generation_config, cache, logits_processor, stopping_criteria, tokenizer, options)
         return Stream(run, input_ids)
 

@@ -46,7 +46,7 @@ def decode_linear_spec(state: DecodeState) -> Iterator[list[Step]]:
 
 
 def _draft(state: DecodeState, seed: Tensor) -> tuple[Tensor, Tensor | None]:
-    """One bidirectional forward of [seed, mask x (k - 1)]: drafted ids [B, k - 1] and, sampling, what they came from."""
+    """One bidirectional forward of [seed, mask x (k - 1)]: ids [B, k - 1] and, sampling, what they were drawn from."""
     params = state.settings.sampling
     canvas = seed.new_full((len(seed), state.settings.block_length), state.model.config.mask_token_id)
     canvas[:, 0] = seed

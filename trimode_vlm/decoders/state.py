@@ -94,7 +94,9 @@ class DecodeState:
         """Apply the user's logits processors to causal logits; position t has seen ids_BT[:, : t + 1] after the row."""
         if self.logits_hook is None:
             return logits_BTV
-        rows = [self.logits_hook(row, ids, logits) for row, ids, logits in zip(self.rows, ids_BT, logits_BTV)]
+        rows = [
+            self.logits_hook(row, ids, logits) for row, ids, logits in zip(self.rows, ids_BT, logits_BTV, strict=True)
+        ]
         return torch.stack(rows)
 
     def drop_finished(self) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -68,9 +70,8 @@ def attend(
     """
     B, H, T, K = q_BHTK.shape
     if implementation == "flex":
-        from torch.nn.attention.flex_attention import flex_attention
-
-        out = flex_attention(q_BHTK, k_BGSK, v_BGSK, block_mask=pattern.block_mask, enable_gqa=True)
+        flex = _flex_attention(q_BHTK.device.type)
+        out = flex(q_BHTK, k_BGSK, v_BGSK, block_mask=pattern.block_mask, enable_gqa=True)
     elif implementation == "dense":
         out = _dense(q_BHTK, k_BGSK, v_BGSK, pattern)
     elif pattern.kind == "full":
@@ -83,6 +84,14 @@ def attend(
     else:
         out = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=pattern.attn_mask, enable_gqa=True)
     return out.transpose(1, 2).reshape(B, T, H * K)
+
+
+@lru_cache
+def _flex_attention(device_type: str) -> Callable[..., Tensor]:
+    """FlexAttention, compiled where it is meant to be fast; uncompiled it still gives the right numbers."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 
 
 def _dense(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern) -> Tensor:

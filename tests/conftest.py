@@ -89,3 +89,36 @@ def tiny_model() -> Any:
 def tiny_text_model() -> Any:
     """The text-only counterpart of `tiny_model`."""
     return make_tiny_model(vision=False)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """nano's tokenizer: byte-level, so that any text goes in and comes out."""
+    from trimode_vlm.training.nano_tokenizer import build_tokenizer
+
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def processor(tokenizer: Any) -> Any:
+    """A processor with nano's tokenizer and image layout; one image token covers 28 x 28 pixels."""
+    from trimode_vlm import TriModeProcessor
+
+    return TriModeProcessor(tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tokenizer: Any) -> Any:
+    """A tiny random model that knows the tokenizer's ids: it answers `processor`'s inputs, though never sensibly."""
+    ids = tokenizer.convert_tokens_to_ids
+    return make_tiny_model(
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        mask_token_id=tokenizer.mask_token_id,
+        image_token_id=ids("<|image_pad|>"),
+        image_start_token_id=ids("<|image_start|>"),
+        image_break_token_id=ids("<|image_break|>"),
+        image_end_token_id=ids("<|image_end|>"),
+    )

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimode_vlm.checkpoints import load
     from trimode_vlm.config import TriModeConfig
-    from trimode_vlm.generate import TriModeGenerateOutput, TriModeGenerationConfig
+    from trimode_vlm.generate import TriModeGenerateOutput
+    from trimode_vlm.generation_config import TriModeGenerationConfig
     from trimode_vlm.model import TriModeVLM
     from trimode_vlm.processor import TriModeProcessor
 
@@ -33,7 +34,7 @@ __all__ = [
 _HOME = {
     "TriModeConfig": "config",
     "TriModeGenerateOutput": "generate",
-    "TriModeGenerationConfig": "generate",
+    "TriModeGenerationConfig": "generation_config",
     "TriModeProcessor": "processor",
     "TriModeVLM": "model",
     "load": "checkpoints",
@@ -48,10 +49,7 @@ if not (_PACKAGE / "vision").is_dir():
 def register_auto_classes() -> None:
     """Make transformers' AutoConfig, AutoModel..., AutoProcessor and pipelines know our classes; twice is harmless."""
     for name in ("config", "model", "processor"):
-        try:
-            importlib.import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError:  # TEMPORARY: authors still write
-            continue
+        importlib.import_module(f"{__name__}.{name}")
 
 
 def _is_own_command() -> bool:

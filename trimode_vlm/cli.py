@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 COMMANDS = {
-    "chat": ("trimode_vlm.chat", "ask a model about pictures: one question, a conversation, or all modes compared"),
+    "chat": ("trimode_vlm.terminal", "ask a model about pictures: one question, a conversation, or all modes compared"),
     "convert": ("trimode_vlm.convert", "write a checkpoint in another layout"),
     "train": ("trimode_vlm.training.cli", "train a model from a recipe or a YAML file"),
     "eval": ("trimode_vlm.eval.run", "score a model on tasks, in every mode"),
@@ -139,7 +139,7 @@ def print_settings(settings: dict[str, Any]) -> None:
     print(f"settings: {json.dumps(settings, ensure_ascii=False, default=str)}", file=sys.stderr)
 
 
-def dispatch(argv: Sequence[str]) -> int:
+def dispatch(argv: Sequence[str], debug: bool = False) -> int:
     """Run the command that `argv` names; returns its exit code.
 
     Raises:
@@ -158,6 +158,9 @@ def dispatch(argv: Sequence[str]) -> int:
         raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)} (known: {', '.join(COMMANDS)})")
     module_name, description = COMMANDS[name]
     module = importlib.import_module(module_name)
+    if name == "train":
+        # Its options are the recipe's settings, nested, which only the recipe knows.
+        return module.train([*argv[1:], *(["--debug"] if debug else [])])
     parser = Parser(prog=f"trimode-vlm {name}", description=description, epilog=module.EXAMPLES)
     module.add_arguments(parser)
     parser.add_config_option()
@@ -171,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = [arg for arg in argv if arg != "--debug"]
     command = " ".join(["trimode-vlm", *argv[:1]]) if argv and argv[0] in COMMANDS else "trimode-vlm"
     try:
-        return dispatch(argv)
+        return dispatch(argv, debug)
     except UsageError as error:
         print(f"{command}: {one_line(error)}  ({command} --help)", file=sys.stderr)
         return 2

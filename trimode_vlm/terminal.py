@@ -1,0 +1,326 @@
+"""`trimode-vlm chat`: one question, a conversation, or one question in all modes side by side.
+
+Answers go to stdout, everything else to stderr. torch is imported only once the command line and the files are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimode_vlm.cli import UsageError, nearest, one_line, print_settings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from trimode_vlm.generate import TriModeGenerateOutput
+
+EXAMPLES = """examples:
+  trimode-vlm chat --image receipt.png "What is the total?"
+  trimode-vlm chat --compare --image receipt.png "Write this receipt as JSON."
+  trimode-vlm chat --mode diffusion --threshold 0.8 --image a.png --image b.png "What changed?"
+  trimode-vlm chat --model path/to/checkpoint --dtype bfloat16 --device cuda
+  echo "Hello" | trimode-vlm chat
+
+without a question it is a conversation:
+  /image FILE   attach a picture to the next question
+  /mode MODE    ar, diffusion or linear_spec
+  /clear        forget the conversation
+  /help, /quit  (Ctrl-C stops an answer, Ctrl-D ends)
+"""
+# The options that a mode uses beside those that all use; kept here too so that a wrong one is refused before torch is
+# imported. A test compares it with the decoders' own table.
+MODE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "ar": (),
+    "diffusion": ("block_length", "threshold"),
+    "linear_spec": ("block_length",),
+}
+SAMPLING_OPTIONS = ("top_p", "top_k")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `trimode-vlm chat`."""
+    add = parser.add_argument
+    add("question", nargs="?", help="one question; without it, a conversation over stdin")
+    add("--image", action="append", default=[], metavar="FILE", help="a picture; may be given several times")
+    add("--model", default="nano", help="checkpoint folder or hub id (default: nano, which ships with the package)")
+    add("--mode", type=mode_name, help="ar, diffusion or linear_spec (default: linear_spec)")
+    add("--compare", action="store_true", help="answer in every mode and compare tokens, forwards and seconds")
+    add("--system", metavar="TEXT", help="a system message")
+    add("--max-new-tokens", type=int, default=1024, help="budget of an answer (default 1024)")
+    add("--block-length", type=int, help="tokens per block or draft (default: the model's)")
+    add("--threshold", type=float, help="confidence at which diffusion commits tokens together (default 0.9)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-p", type=float, help="with --temperature: sample from the likeliest tokens of this total mass")
+    add("--top-k", type=int, help="with --temperature: sample from this many likeliest tokens")
+    add("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add("--dtype", help="such as bfloat16 (default: the checkpoint's)")
+    add("--device", help="such as cuda or cpu (default: cuda where there is one)")
+    add("--adapter", metavar="FOLDER", help="a PEFT adapter for the drafts")
+
+
+def mode_name(text: str) -> str:
+    """A known mode, for argparse."""
+    if text not in MODE_OPTIONS:
+        raise argparse.ArgumentTypeError(
+            f"unknown mode {text!r}{nearest(text, MODE_OPTIONS)} (known: {', '.join(MODE_OPTIONS)})"
+        )
+    return text
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer as asked; returns the exit code."""
+    modes = tuple(MODE_OPTIONS) if args.compare else (args.mode or "linear_spec",)
+    check(args, modes)
+    print_settings({name: value for name, value in vars(args).items() if value not in (None, [])} | {"mode": ", ".join(modes)})
+    from trimode_vlm.vision.images import open_image
+
+    images = [open_image(path) for path in args.image]
+    model, processor = load_model(args)
+    conversation = Conversation(model, processor, options_of(args), args.system)
+    conversation.mode = modes[0]
+    if args.compare:
+        compare(conversation, modes, args.question, images)
+    elif args.question is not None:
+        say(conversation, args.question, images)
+    else:
+        talk(conversation, images, read_lines())
+    return 0
+
+
+def check(args: argparse.Namespace, modes: Sequence[str]) -> None:
+    """Refuse what cannot work, before anything slow.
+
+    Raises:
+        UsageError: options that do not go together, a value out of range, a missing file.
+    """
+    if args.compare and args.mode:
+        raise UsageError("--compare runs every mode: leave --mode out")
+    if args.compare and args.question is None:
+        raise UsageError("--compare needs a question")
+    if args.question is not None and not args.question.strip():
+        raise UsageError("the question is empty")
+    for name in sorted({name for names in MODE_OPTIONS.values() for name in names}):
+        users = [mode for mode, names in MODE_OPTIONS.items() if name in names]
+        if getattr(args, name) is not None and not set(users) & set(modes):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --mode {modes[0]}; it belongs to {', '.join(users)}")
+    for name in SAMPLING_OPTIONS:
+        if getattr(args, name) is not None and not args.temperature:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect without --temperature above 0")
+    for name in ("max_new_tokens", "block_length"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(args, name)}")
+    if args.temperature < 0:
+        raise UsageError(f"--temperature must be 0 or more, found {args.temperature}")
+    for path in args.image:
+        if not path.startswith("data:") and not Path(path).is_file():
+            raise UsageError(f"--image {path}: no such file")
+
+
+def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and its processor, on the device that was asked for."""
+    import torch
+
+    import trimode_vlm
+
+    trimode_vlm.register_auto_classes()
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model, processor = trimode_vlm.load(args.model, dtype=args.dtype, device=device, adapter=args.adapter)
+    if processor is None:
+        raise ValueError(f"{args.model} holds no tokenizer, so there is no way to ask it anything")
+    return model, processor
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The decoding options that were given, for any mode."""
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, "do_sample": args.temperature > 0}
+    if args.temperature > 0:
+        options["temperature"] = args.temperature
+    given = {name: getattr(args, name) for name in ("block_length", "threshold", *SAMPLING_OPTIONS)}
+    return options | {name: value for name, value in given.items() if value is not None}
+
+
+class Conversation:
+    """Messages so far and the cache that holds them, so that a turn computes only what is new."""
+
+    def __init__(self, model: Any, processor: Any, options: dict[str, Any], system: str | None = None) -> None:
+        self.model, self.processor, self.options, self.system = model, processor, options, system
+        self.mode = "linear_spec"
+        self.output: TriModeGenerateOutput | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all turns."""
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+        self.cache: Any = None
+
+    def mode_options(self, mode: str) -> dict[str, Any]:
+        """generate()'s options for a mode: what belongs to other modes only is left out."""
+        others = {name for names in MODE_OPTIONS.values() for name in names} - set(MODE_OPTIONS[mode])
+        return {"mode": mode} | {name: value for name, value in self.options.items() if name not in others}
+
+    def user_turn(self, question: str, images: Sequence[Image]) -> dict[str, Any]:
+        """A message of pictures and a question."""
+        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": question}] if parts else question}
+
+    def inputs(self, turn: dict[str, Any]) -> Any:
+        """The tensors of the whole conversation with one more turn."""
+        batch = self.processor.apply_chat_template(
+            [*self.messages, turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        return batch.to(self.model.device)
+
+    def ask(self, question: str, images: Sequence[Image] = ()) -> Iterator[str]:
+        """Yield the answer's text as it becomes final; `output` has the statistics afterwards.
+
+        An answer that is cut short (the iterator is closed, Ctrl-C) stays in the history as far as it got.
+        """
+        from trimode_vlm.detokenizer import IncrementalDetokenizer
+
+        turn = self.user_turn(question, images)
+        stream = self.model.stream(**self.inputs(turn), cache=self.cache, **self.mode_options(self.mode))
+        # The stream writes into the cache: only its output says again what the cache holds.
+        self.cache = self.output = None
+        detokenizer = IncrementalDetokenizer(self.processor.tokenizer)
+        said: list[str] = []
+        started = False
+        try:
+            for event in stream:
+                started = True
+                said.append(detokenizer.put(event.token_ids))
+                if said[-1]:
+                    yield said[-1]
+            said.append(detokenizer.end())
+            yield said[-1]
+        finally:
+            stream.close()
+            if started:
+                self.messages += [turn, {"role": "assistant", "content": "".join(said)}]
+                self.output = stream.output()
+                self.cache = self.output.cache
+
+
+def say(conversation: Conversation, question: str, images: Sequence[Image]) -> None:
+    """Stream one answer to stdout and its summary to stderr; Ctrl-C ends the answer alone."""
+    pieces = conversation.ask(question, images)
+    stopped = ""
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        stopped = "stopped; "
+    finally:
+        pieces.close()  # type: ignore[attr-defined]
+        print(flush=True)
+    print(stopped + (summary(conversation.mode, conversation.output) if conversation.output else "no answer"), file=sys.stderr)
+
+
+def summary(mode: str, output: Any) -> str:
+    """One line about the one row of an output."""
+    return (
+        f"{mode}: {output.num_new_tokens[0]} tokens in {output.nfe[0]} forwards "
+        f"({output.nfe_prefill[0]} prefill), TPF {output.tokens_per_forward[0]:.2f} decode, "
+        f"{output.tokens_per_forward_end_to_end[0]:.2f} end to end, {output.seconds[0]:.2f} s, {output.finish_reasons[0]}"
+    )
+
+
+def read_lines() -> Iterator[str]:
+    """Lines of stdin until it ends: with a prompt and line editing on a terminal, bare from a pipe."""
+    if sys.stdin is None:
+        return
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    try:
+        import readline  # noqa: F401  (gives input() editing and history)
+    except ImportError:
+        pass
+    print("Ask a question, or /help. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /quit ends)", file=sys.stderr)
+        except EOFError:
+            print(file=sys.stderr)
+            return
+
+
+def talk(conversation: Conversation, images: Sequence[Image], lines: Iterator[str]) -> None:
+    """A conversation: every line is a question or a /command; an error costs a line, not the conversation."""
+    from trimode_vlm.vision.images import open_image
+
+    waiting = list(images)
+
+    def attach(path: str) -> str:
+        waiting.append(open_image(path))
+        return f"{len(waiting)} picture(s) go with the next question"
+
+    def change_mode(name: str) -> str:
+        try:
+            conversation.mode = mode_name(name)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(str(error)) from error
+        return f"mode {name}"
+
+    def clear(_: str) -> str:
+        conversation.clear()
+        waiting.clear()
+        return "forgotten"
+
+    commands: dict[str, Callable[[str], str]] = {
+        "/image": attach, "/mode": change_mode, "/clear": clear,
+        "/help": lambda _: EXAMPLES[EXAMPLES.index("  /image") :].rstrip(),
+    }  # fmt: skip
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        try:
+            if name == "/quit":
+                return
+            if name in commands:
+                print(commands[name](rest.strip()), file=sys.stderr)
+            elif line.startswith("/"):
+                raise ValueError(f"unknown command {name}{nearest(name, [*commands, '/quit'])} (/help lists them)")
+            elif line.strip():
+                say(conversation, line, waiting)
+                waiting.clear()
+        except (ValueError, OSError, RuntimeError) as error:
+            print(f"error: {one_line(error)}", file=sys.stderr)
+
+
+def compare(conversation: Conversation, modes: Sequence[str], question: str, images: Sequence[Image]) -> None:
+    """Print the answer of every mode, once where they agree, and a table."""
+    inputs = conversation.inputs(conversation.user_turn(question, images))
+    generate, prompt = conversation.model.generate, inputs["input_ids"].shape[1]
+    # Whoever comes first would pay for the first touch of weights and buffers.
+    generate(**inputs, **conversation.mode_options("ar") | {"max_new_tokens": 1})
+    rows = [("mode", "tokens", "forwards", "TPF decode", "TPF end to end", "seconds", "tokens/s", f"same as {modes[0]}")]
+    first: list[int] | None = None
+    for mode in modes:
+        output = generate(**inputs, **conversation.mode_options(mode))
+        ids = output.sequences[0, prompt:].tolist()
+        first = ids if first is None else first
+        text = conversation.processor.decode(ids, skip_special_tokens=True)
+        print(f"{mode}:\n{text}\n" if mode == modes[0] or ids != first else f"{mode}: the same text\n", flush=True)
+        tokens, seconds = output.num_new_tokens[0], output.seconds[0]
+        rows.append((
+            mode, str(tokens), str(output.nfe[0]), f"{output.tokens_per_forward[0]:.2f}",
+            f"{output.tokens_per_forward_end_to_end[0]:.2f}", f"{seconds:.2f}", f"{tokens / max(seconds, 1e-9):.0f}",
+            "" if mode == modes[0] else "yes" if ids == first else "no",
+        ))  # fmt: skip
+    print(table(rows))
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width, the first flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])

@@ -1,0 +1,68 @@
+"""Absorbing-mask noise for the diffusion loss: which response tokens become the mask token, and with what probability."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+NOISE_KINDS = ("sequence", "block")
+
+
+def noise_generator(seed: int, epoch: int, sample_id: int, stream: str = "noise") -> torch.Generator:
+    """Return a CPU generator that depends on (seed, epoch, sample id, stream) only.
+
+    Rank, batch position and restarts therefore never change a sample's noise, and every rank draws its own levels.
+    """
+    digest = hashlib.blake2b(f"{stream}/{seed}/{epoch}/{sample_id}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def corrupt(
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    generator: torch.Generator,
+    mask_token_id: int,
+    eps: float = 1e-3,
+    noise: str = "sequence",
+    block_id: Tensor | None = None,
+    full_block_fraction: float = 0.0,
+    clean_first_fraction: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mask the supervised tokens of one sample: (input_ids [T], loss_mask [T]) -> (noisy_input_ids, noise_mask, p_mask), all [T].
+
+    Draws t ~ U(0, 1) and p = (1 - eps) * t + eps, once for the sample (noise="sequence") or once for each block
+    ("block", as SDAR-VL); each supervised token is masked with probability p. noise_mask is True where a token was
+    masked; p_mask holds p where a token may be masked and 1 elsewhere. Prompt and image tokens never change.
+    block_id [T] (-1 outside responses) is needed by noise="block" and by clean_first_fraction.
+
+    full_block_fraction: share of samples (or blocks) whose p is 1, as the first forward of a draft sees them.
+    clean_first_fraction: share of samples whose blocks keep their first token, as decoding starts from a known seed.
+    """
+    if noise not in NOISE_KINDS:
+        raise ValueError(f"noise must be one of {NOISE_KINDS}, got {noise!r}")
+    if block_id is None and (noise == "block" or clean_first_fraction > 0):
+        raise ValueError("block_id is needed for noise='block' and for clean_first_fraction > 0")
+    num_tokens = input_ids.shape[0]
+    # Every draw is made whatever the options, so that one option does not move the random numbers of another.
+    level_group = torch.zeros(num_tokens, dtype=torch.long)
+    num_groups = 1
+    if noise == "block":
+        assert block_id is not None
+        level_group = block_id.clamp(min=0)
+        num_groups = int(level_group.max()) + 1 if num_tokens else 1
+    keep_first = bool(torch.rand((), generator=generator) < clean_first_fraction)
+    p_group = (1 - eps) * torch.rand(num_groups, generator=generator) + eps
+    full_group = torch.rand(num_groups, generator=generator) < full_block_fraction
+    p_group = torch.where(full_group, torch.ones_like(p_group), p_group)
+    may_mask = loss_mask.clone()
+    if keep_first:
+        assert block_id is not None
+        is_first = torch.ones(num_tokens, dtype=torch.bool)
+        is_first[1:] = block_id[1:] != block_id[:-1]
+        may_mask &= ~is_first
+    p_mask = torch.where(may_mask, p_group[level_group], torch.ones(()))
+    noise_mask = may_mask & (torch.rand(num_tokens, generator=generator) < p_mask)
+    noisy_input_ids = torch.where(noise_mask, torch.full_like(input_ids, mask_token_id), input_ids)
+    return noisy_input_ids, noise_mask, p_mask

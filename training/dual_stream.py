@@ -1,0 +1,148 @@
+"""The dual stream: one row [noisy | clean] whose per-token metadata is the single source of the attention pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+NOISY_STREAMS = ("response", "text")
+BLOCK_OFFSETS = ("response", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualStream:
+    """One row of the dual stream; every tensor is [T] with T = noisy tokens + clean tokens.
+
+    position: the token's place in its clean document, kept by noisy tokens (so gaps appear where images were).
+    block_start: position of the first token of the block (noisy) or the token's own position (clean).
+    block_id: number of the block within its document (noisy), -1 (clean).
+    source: index of the token in the clean half. target: the label, IGNORE where there is none: the next token for a
+    clean token, the own token for a masked one. p_mask: masking probability of a masked token, else 1.
+    """
+
+    input_ids: Tensor
+    position: Tensor
+    document: Tensor
+    block_start: Tensor
+    block_id: Tensor
+    is_noisy: Tensor
+    source: Tensor
+    target: Tensor
+    p_mask: Tensor
+
+
+def response_runs(loss_mask: Tensor) -> list[tuple[int, int]]:
+    """Return the (start, end) of each contiguous run of True in loss_mask [T], that is of each response."""
+    edges = torch.diff(loss_mask.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int())
+    return list(zip(torch.where(edges == 1)[0].tolist(), torch.where(edges == -1)[0].tolist(), strict=True))
+
+
+def assign_blocks(
+    loss_mask: Tensor,
+    block_length: int | Sequence[int],
+    block_offset: str = "response",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Cut each response of a sample into blocks: loss_mask [T] -> (block_id [T], block_start [T]), -1 outside responses.
+
+    Blocks count from the first token of each response and never cross its end. block_offset="random" shortens the first
+    block of each response to 1..block_length tokens, so that drafts which start anywhere are trained for. A list of
+    block lengths is sampled once per sample.
+    """
+    if block_offset not in BLOCK_OFFSETS:
+        raise ValueError(f"block_offset must be one of {BLOCK_OFFSETS}, got {block_offset!r}")
+    lengths = [block_length] if isinstance(block_length, int) else list(block_length)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"block_length must be at least 1, got {block_length}")
+    if generator is None and (block_offset == "random" or len(lengths) > 1):
+        raise ValueError("a generator is needed for block_offset='random' and for several block lengths")
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (), generator=generator))
+
+    length = lengths[draw(len(lengths))] if len(lengths) > 1 else lengths[0]
+    block_id = torch.full(loss_mask.shape, -1, dtype=torch.long)
+    block_start = torch.full(loss_mask.shape, -1, dtype=torch.long)
+    next_block = 0
+    for start, end in response_runs(loss_mask):
+        shift = draw(length) if block_offset == "random" else 0
+        local_block = (torch.arange(end - start) + shift) // length
+        block_id[start:end] = next_block + local_block
+        block_start[start:end] = start + (local_block * length - shift).clamp(min=0)
+        next_block += int(local_block[-1]) + 1
+    return block_id, block_start
+
+
+def build_dual_stream(
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    noisy_input_ids: Tensor | None = None,
+    noise_mask: Tensor | None = None,
+    p_mask: Tensor | None = None,
+    block_id: Tensor | None = None,
+    block_start: Tensor | None = None,
+    *,
+    is_vision: Tensor | None = None,
+    noisy_stream: str = "response",
+    block_length: int = 32,
+    document: int = 0,
+) -> DualStream:
+    """Lay out one sample (all inputs [T]) as [noisy | clean]; without noisy_input_ids the clean half alone (AR only).
+
+    noisy_stream="response": the noisy half holds the response tokens, L_resp + L in all. "text": every token that is no
+    vision token (the paper's L_text + L); prompt tokens stand there unmasked, in blocks of block_length that end
+    with their segment, and give the same losses because no response block sees them.
+    """
+    if noisy_stream not in NOISY_STREAMS:
+        raise ValueError(f"noisy_stream must be one of {NOISY_STREAMS}, got {noisy_stream!r}")
+    num_tokens = input_ids.shape[0]
+    position = torch.arange(num_tokens)
+    # The shift happens here and nowhere else: the clean token before a supervised token carries it as its target.
+    next_target = torch.full_like(input_ids, IGNORE)
+    next_target[:-1] = torch.where(loss_mask[1:], input_ids[1:], IGNORE)
+    ones, minus = torch.ones(num_tokens), torch.full_like(input_ids, -1)
+    clean = (input_ids, position, position, minus, torch.zeros(num_tokens, dtype=torch.bool), next_target, ones)
+    if noisy_input_ids is None:
+        return _row([clean], [position], document)
+    assert noise_mask is not None and p_mask is not None and block_id is not None and block_start is not None
+    keep = loss_mask
+    if noisy_stream == "text":
+        keep = ~is_vision if is_vision is not None else torch.ones_like(loss_mask)
+        prompt_id, prompt_start = assign_blocks(keep & ~loss_mask, block_length)
+        first_free = int(block_id.max()) + 1
+        block_id = torch.where(loss_mask, block_id, prompt_id + first_free)
+        block_start = torch.where(loss_mask, block_start, prompt_start)
+    own_target = torch.where(noise_mask, input_ids, IGNORE)
+    noisy = (noisy_input_ids, position, block_start, block_id, torch.ones_like(keep), own_target, p_mask)
+    return _row([tuple(part[keep] for part in noisy), clean], [position[keep], position], document)
+
+
+def _row(halves: list[tuple[Tensor, ...]], sources: list[Tensor], document: int) -> DualStream:
+    ids, position, block_start, block_id, is_noisy, target, p_mask = (torch.cat(parts) for parts in zip(*halves, strict=True))
+    return DualStream(
+        input_ids=ids,
+        position=position,
+        document=torch.full_like(ids, document),
+        block_start=block_start,
+        block_id=block_id,
+        is_noisy=is_noisy,
+        source=torch.cat(sources),
+        target=target,
+        p_mask=p_mask,
+    )
+
+
+def pack(rows: Sequence[DualStream]) -> DualStream:
+    """Join several samples into one row with document ids 0, 1, ...; positions restart, sources index the joined clean half."""
+    documents, sources, num_clean = [], [], 0
+    for number, row in enumerate(rows):
+        documents.append(torch.full_like(row.document, number))
+        sources.append(row.source + num_clean)
+        num_clean += int((~row.is_noisy).sum())
+    names = ("input_ids", "position", "block_start", "block_id", "is_noisy", "target", "p_mask")
+    joined = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
+    return DualStream(document=torch.cat(documents), source=torch.cat(sources), **joined)

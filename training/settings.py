@@ -1,0 +1,115 @@
+"""Settings of a run: a frozen dataclass filled from YAML and `--key value`; unknown keys name the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+S = TypeVar("S")
+
+
+def read_yaml(name: str) -> dict[str, Any]:
+    """Read a YAML file by path, or one that ships with the package by its bare name ("nano")."""
+    path = Path(name)
+    if not path.is_file():
+        shipped = sorted(p.stem for p in Path(__file__).parent.glob("*.yaml"))
+        path = Path(__file__).parent / f"{name}.yaml"
+        if not path.is_file():
+            raise ValueError(f"no config {name!r}: give a YAML file or one of {', '.join(shipped)}")
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a mapping of settings, found {type(content).__name__}")
+    return content
+
+
+def parse_overrides(argv: list[str]) -> dict[str, Any]:
+    """Turn `--joint.alpha 0.5 --seed=1` into a nested mapping; values are read as YAML, so types follow."""
+    overrides: dict[str, Any] = {}
+    rest = list(argv)
+    while rest:
+        key = rest.pop(0)
+        if not key.startswith("--"):
+            raise ValueError(f"expected --key value, found {key!r}")
+        key, equals, value = key[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ValueError(f"--{key} needs a value")
+            value = rest.pop(0)
+        *parents, leaf = key.replace("-", "_").split(".")
+        node = overrides
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = _number_or(yaml.safe_load(value))
+    return overrides
+
+
+def _number_or(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 as text; people mean the number.
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def build(cls: type[S], *layers: dict[str, Any], where: str = "") -> S:
+    """Build a settings dataclass from mappings, later ones win; nested dataclasses merge field by field.
+
+    Raises ValueError for an unknown key (with the nearest known one) and for a value of the wrong kind.
+    """
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for name in known:
+        given = [layer[name] for layer in layers if name in layer]
+        if not given:
+            continue
+        kind = hints[name]
+        if is_dataclass(kind):
+            values[name] = build(kind, *given, where=f"{where}{name}.")  # type: ignore[arg-type]
+        else:
+            values[name] = _convert(given[-1], kind, where + name)
+    for layer in layers:
+        for name in layer:
+            if name not in known:
+                near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+                raise ValueError(f"unknown setting {where + name!r}; the nearest known one is {where + near[0]!r}")
+    return cls(**values)
+
+
+def _convert(value: Any, kind: Any, name: str) -> Any:
+    value = _number_or(value) if kind is not str else value
+    options = typing.get_args(kind) if typing.get_origin(kind) not in (tuple, list, dict) else (kind,)
+    for option in options or (kind,):
+        origin = typing.get_origin(option) or option
+        if origin is tuple and isinstance(value, (list, tuple)):
+            return tuple(value)
+        if origin is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if origin is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if origin is int and isinstance(value, bool):
+            continue
+        if origin is type(None) and value is None:
+            return None
+        if isinstance(origin, type) and isinstance(value, origin):
+            return value
+    raise ValueError(f"setting {name!r}: {value!r} is not a {kind if options else getattr(kind, '__name__', kind)}")
+
+
+def resolved(settings: Any) -> str:
+    """The settings as YAML, for printing at the start of a run."""
+    plain = {k: _plain(v) for k, v in asdict(settings).items()}
+    return yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=120)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value

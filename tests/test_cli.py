@@ -1,0 +1,312 @@
+"""The command: what it refuses and how fast, one-shot answers, conversations, the comparison of modes."""
+
+from __future__ import annotations
+
+import io
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+from PIL import Image
+
+from trimode_vlm import cli, terminal
+from trimode_vlm.decoders import MODE_OPTIONS
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    path = tmp_path / "red.png"
+    Image.new("RGB", (60, 40), "red").save(path)
+    return str(path)
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, chat_model: Any, processor: Any, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run `trimode-vlm chat ARGS` with the tiny model; returns (exit code, stdout, stderr)."""
+    monkeypatch.setattr(terminal, "load_model", lambda args: (chat_model, processor))
+
+    def call(*argv: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        code = cli.main(["chat", "--max-new-tokens", "12", *argv])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command that must fail before a model is loaded; returns (exit code, its one line)."""
+
+    def loads(args: Any) -> Any:
+        raise AssertionError("the model was loaded before the input was checked")
+
+    monkeypatch.setattr(terminal, "load_model", loads)
+
+    def call(*argv: str) -> tuple[int, str]:
+        code = cli.main(list(argv))
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if not line.startswith("settings: ")]
+        assert out == "" and len(lines) == 1, (out, err)
+        return code, lines[0]
+
+    return call
+
+
+def giant_png(path: Path, side: int = 30000) -> str:
+    """A file of some 60 bytes whose header promises side x side pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+    return str(path)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["chta"], "unknown command 'chta'; did you mean chat?"),
+        (["serve"], "known: chat, convert, train, eval, bench"),
+        (["chat", "--treshold", "0.9", "Hi"], "unknown option --treshold; did you mean --threshold?"),
+        (["chat", "--mode", "difusion", "Hi"], "unknown mode 'difusion'; did you mean diffusion?"),
+        (["chat", "--mode", "ar", "--threshold", "0.9", "Hi"], "--threshold has no effect with --mode ar"),
+        (["chat", "--mode", "linear_spec", "--threshold", "0.9", "Hi"], "it belongs to diffusion"),
+        (["chat", "--mode", "ar", "--block_length", "8", "Hi"], "--block-length has no effect"),
+        (["chat", "--top-p", "0.9", "Hi"], "--top-p has no effect without --temperature"),
+        (["chat", "--temperature", "-1", "Hi"], "--temperature must be 0 or more"),
+        (["chat", "--max-new-tokens", "0", "Hi"], "--max-new-tokens must be at least 1"),
+        (["chat", "--max-new-tokens", "many", "Hi"], "invalid int value: 'many'"),
+        (["chat", "--compare"], "--compare needs a question"),
+        (["chat", "--compare", "--mode", "ar", "Hi"], "leave --mode out"),
+        (["chat", "  "], "the question is empty"),
+        (["chat", "What", "is", "this?"], "unexpected argument 'is'"),
+        (["chat", "--image", "no/such.png", "Hi"], "no/such.png: no such file"),
+        (["chat", "--config", "no/such.yaml"], "cannot read --config no/such.yaml: No such file or directory"),
+        (["bench", "encode"], "invalid choice: 'encode'"),
+        (["eval", "--model", "nano"], "required: --output"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(refuse: Any, argv: list[str], words: str) -> None:
+    code, line = refuse(*argv)
+    assert code == 2 and words in line and line.endswith("--help)")
+
+
+def test_bad_pictures_are_one_line_that_names_the_file(refuse: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text.png"
+    text.write_text("this is no picture")
+    empty = tmp_path / "empty.png"
+    empty.touch()
+    for path in (str(text), str(empty), giant_png(tmp_path / "giant.png")):
+        code, line = refuse("chat", "--image", path, "Hi")
+        assert code == 1 and Path(path).name in line
+    assert "pixels" in line
+
+
+def test_no_model_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "--model", "no/such/folder", "Hi"]) == 1
+    assert "no/such/folder" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_prompt_beyond_the_positions(chat: Any, chat_model: Any) -> None:
+    code, out, err = chat("word " * 2 * chat_model.config.max_position_embeddings)
+    assert code == 1 and "1024 positions" in err.splitlines()[-1] and out.strip() == ""
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("this is no picture")
+    with pytest.raises(ValueError, match=r"text\.png"):
+        cli.main(["chat", "--image", str(tmp_path / "text.png"), "Hi", "--debug"])
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main([command, "--help"])
+    except SystemExit as stop:  # argparse's own way out of --help
+        code = int(stop.code or 0)
+    text = capsys.readouterr().out
+    assert code == 0 and "examples:" in text and f"trimode-vlm {command}" in text
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0 and cli.main([]) == 2
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in cli.COMMANDS) and "serve" not in listed
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("trimode-vlm 0.")
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    command = f"{sys.executable} -m trimode_vlm chat --help | true"
+    done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+
+
+def test_options_agree_with_the_decoders() -> None:
+    assert set(terminal.MODE_OPTIONS) == set(MODE_OPTIONS)
+    for mode, names in terminal.MODE_OPTIONS.items():
+        assert set(names) <= MODE_OPTIONS[mode]
+
+
+# --- YAML -----------------------------------------------------------------------------------------------------------
+
+
+def parsed(*argv: str) -> Any:
+    parser = cli.Parser(prog="trimode-vlm chat")
+    terminal.add_arguments(parser)
+    parser.add_config_option()
+    return parser.parse(argv)
+
+
+def test_config_file_gives_options_and_the_line_overrides_them(tmp_path: Path) -> None:
+    path = tmp_path / "chat.yaml"
+    path.write_text("mode: diffusion\nblock_length: 8\nthreshold: 0.5\nimage: [a.png, b.png]\ncompare: false\n")
+    args = parsed("--config", str(path), "--threshold", "0.7", "Hi")
+    assert (args.mode, args.block_length, args.threshold, args.image) == ("diffusion", 8, 0.7, ["a.png", "b.png"])
+    assert args.question == "Hi" and args.compare is False
+    assert parsed(f"--config={path}", "--mode=ar").mode == "ar"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("treshold: 0.5", "unknown option 'treshold'; did you mean threshold?"),
+        ("mode: difusion", "did you mean diffusion?"),
+        ("compare: sometimes", "compare must be true or false"),
+        ("- mode", "must hold 'option: value' lines, found a list"),
+        ("mode: [", "is not valid YAML"),
+    ],
+)
+def test_config_file_that_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "chat.yaml").write_text(text)
+    with pytest.raises(cli.UsageError) as raised:
+        parsed("--config", str(tmp_path / "chat.yaml"))
+    assert words in cli.one_line(raised.value)
+
+
+# --- one question ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODE_OPTIONS)
+def test_one_shot_prints_the_answer_alone(chat: Any, chat_model: Any, processor: Any, picture: str, mode: str) -> None:
+    code, out, err = chat("--mode", mode, "--image", picture, "What is this?")
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is this?"}]
+    options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **options, return_tensors="pt")
+    expected = chat_model.generate(**inputs, mode=mode, max_new_tokens=12)
+    ids = expected.sequences[0, inputs["input_ids"].shape[1] :]
+    assert code == 0 and out == processor.decode(ids, skip_special_tokens=True) + "\n"
+    settings, summary = err.splitlines()
+    assert settings.startswith("settings: {")
+    assert summary.startswith(f"{mode}: {expected.num_new_tokens[0]} tokens in {expected.nfe[0]} forwards")
+
+
+def test_text_only_and_sampling_with_a_seed(chat: Any) -> None:
+    options = ("--temperature", "1.5", "--top-k", "20", "Hello")
+    first, again, other = (chat(*options, "--seed", seed)[1] for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_compare_prints_each_answer_and_a_table(chat: Any, picture: str) -> None:
+    code, out, _ = chat("--compare", "--threshold", "0.5", "--image", picture, "What is this?")
+    table = out[out.index("mode  ") :].splitlines()
+    assert code == 0 and "linear_spec: the same text" in out and out.startswith("ar:\n")
+    assert [line.split()[0] for line in table[2:]] == list(MODE_OPTIONS)
+    assert [line.split()[1] for line in table[2:]] == ["12", "12", "12"]
+    assert table[2].split()[3:5] == ["1.00", "1.00"] and table[4].endswith(" yes")
+    assert len({len(line) for line in table[1:] if line.endswith(("-", "yes"))}) == 1
+
+
+# --- a conversation -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def conversation(chat_model: Any, processor: Any) -> terminal.Conversation:
+    return terminal.Conversation(chat_model, processor, {"max_new_tokens": 6, "do_sample": False})
+
+
+def test_conversation_over_a_pipe(chat: Any, picture: str) -> None:
+    lines = ["What is this?", "/mode ar", "/image " + picture, "And this?", "", "/nonsense", "/image no.png", "/help"]
+    code, out, err = chat("--image", picture, stdin="\n".join([*lines, "/quit", "never asked"]))
+    assert code == 0 and len(out.splitlines()) >= 2
+    assert err.count("tokens in") == 2 and "\nmode ar\n" in err and "\nar: " in err and "linear_spec: " in err
+    assert "error: unknown command /nonsense" in err and "no.png" in err and "/clear" in err
+
+
+def test_piped_question_without_newline_and_no_stdin(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chat(stdin="Hello")[2].count("tokens in") == 1
+    assert chat(stdin="")[:2] == (0, "")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert list(terminal.read_lines()) == []
+
+
+def test_turns_keep_pictures_and_compute_only_what_is_new(conversation: Any, chat_model: Any, picture: str) -> None:
+    image = Image.open(picture)
+    widths: list[int] = []
+    hook = chat_model.encoder.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    try:
+        first = "".join(conversation.ask("What is this?", [image]))
+        prefilled, widths[:] = widths[0], []
+        second = "".join(conversation.ask("Really?"))
+    finally:
+        hook.remove()
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+    assert conversation.messages[0]["content"][0]["image"] is image
+    assert conversation.messages[1]["content"] == first and conversation.messages[3]["content"] == second
+    assert widths[0] < prefilled + 10
+
+    fresh = terminal.Conversation(chat_model, conversation.processor, conversation.options)
+    fresh.messages = conversation.messages[:2]
+    assert "".join(fresh.ask("Really?")) == second
+    conversation.clear()
+    assert conversation.messages == [] and conversation.cache is None
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    conversation: Any, chat_model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = chat_model.stream
+    conversation.mode = "ar"
+
+    class Interrupted:
+        def __init__(self, **options: Any) -> None:
+            self.inner = stream(**options)
+            self.close, self.output = self.inner.close, self.inner.output
+
+        def __iter__(self) -> Iterator[Any]:
+            yield next(self.inner)
+            yield next(self.inner)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_model, "stream", lambda **options: Interrupted(**options))
+        terminal.talk(conversation, [], iter(["Hello"]))
+    assert "stopped; ar: 2 tokens" in capsys.readouterr().err
+    terminal.talk(conversation, [], iter(["Again"]))
+    assert "ar: 6 tokens" in capsys.readouterr().err
+    assert len(conversation.messages) == 4
+
+
+def test_a_failed_question_leaves_the_conversation_as_it_was(conversation: Any, chat_model: Any) -> None:
+    "".join(conversation.ask("Hello"))
+    messages = list(conversation.messages)
+    with pytest.raises(ValueError, match="positions"):
+        "".join(conversation.ask("word " * 2 * chat_model.config.max_position_embeddings))
+    assert conversation.messages == messages
+    assert "".join(conversation.ask("Again")) is not None and len(conversation.messages) == 4
+
+
+def test_system_message_leads(chat_model: Any, processor: Any) -> None:
+    conversation = terminal.Conversation(chat_model, processor, {"max_new_tokens": 2}, system="Be brief.")
+    "".join(conversation.ask("Hello"))
+    assert conversation.messages[0] == {"role": "system", "content": "Be brief."}

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-_MAX_PENDING = 16
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>$")
 _UNKNOWN = "\ufffd"
 
@@ -35,6 +34,9 @@ class IncrementalDetokenizer:
         if "" in stops:
             raise ValueError("a stop string must not be empty")
         self._stops = stops
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        # Byte-level BPE cuts characters between tokens; other decoders' unknown characters are final.
+        self._joins_bytes = backend is None or "ByteLevel" in repr(backend.decoder)
         self.stopped = False
         self.stop_string: str | None = None
         self._window: list[int] = []  # context tokens, whose text is out, then pending tokens
@@ -42,36 +44,35 @@ class IncrementalDetokenizer:
         self._emitted = ""  # the text of the context
         self._held = ""  # text that could be the start of a stop string
 
-    def put(self, ids: int | Iterable[int]) -> str:
-        """Take new ids (an int, a list or a 1-D tensor) and return the text that is now certain."""
+    def put(self, ids: Any) -> str:
+        """Take new ids (an int, a list or a tensor of one row) and return the text that is now certain."""
         if self.stopped:
             return ""
         return self._filter_stops(self._decode_new(ids))
 
     def end(self) -> str:
-        """Return the rest of the text, incomplete characters included, and start afresh."""
+        """Return the rest of the text, incomplete characters included; nothing after a stop string."""
         text = "" if self.stopped else self._filter_stops(self._flush())
-        rest, self._held = text + ("" if self.stopped else self._held), ""
+        text, self._held = text + self._held, ""
         self._window, self._context, self._emitted = [], 0, ""
-        return rest
+        return text
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _decode_new(self, ids: int | Iterable[int]) -> str:
-        ids = [ids] if isinstance(ids, int) else ids.tolist() if hasattr(ids, "tolist") else list(ids)  # type: ignore[attr-defined]
+    def _decode_new(self, ids: Any) -> str:
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
         ids = [ids] if isinstance(ids, int) else ids
-        self._window += [i for i in ids if i not in self._skipped]
+        flat = [i for item in ids for i in (item if isinstance(item, (list, tuple)) else [item])]
+        self._window += [i for i in flat if i not in self._skipped]
         if len(self._window) == self._context:
             return ""
         if self._is_byte_token(self._window[-1]):
             return ""  # the fate of a run of byte tokens is known at its end: one bad byte spoils all of it
         text = self._decode(self._window)
-        if not text.endswith(_UNKNOWN):
-            return self._advance(len(self._window), text)
-        if len(self._window) - self._context > _MAX_PENDING:
+        if self._joins_bytes and text.endswith(_UNKNOWN):
             return self._advance_part(text)
-        return ""
+        return self._advance(len(self._window), text)
 
     def _is_byte_token(self, token_id: int) -> bool:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -88,11 +89,12 @@ class IncrementalDetokenizer:
         return new
 
     def _advance_part(self, text: str) -> str:
-        """Emit a part of many pending tokens that still end in an unknown character.
+        """Emit what stands before an unknown character at the end, which the next token may complete.
 
-        A cut is safe where both sides, decoded alone, give the whole: then no character crosses it.
+        A cut is safe where both sides, decoded alone, give the whole: then no character crosses it. A character has at
+        most four bytes, so one of the last four cuts is.
         """
-        for cut in range(len(self._window) - 1, max(self._context, len(self._window) - 8), -1):
+        for cut in range(len(self._window) - 1, max(self._context, len(self._window) - 5), -1):
             head, tail = self._decode(self._window[:cut]), self._decode(self._window[cut:])
             if tail and head + tail == text:
                 return self._advance(cut, head)

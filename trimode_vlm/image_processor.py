@@ -82,7 +82,7 @@ class TriModeImageProcessor(BaseImageProcessor):
 
     def fetch_images(self, images: Any) -> Any:
         """Open one source or nested lists of them."""
-        if isinstance(images, (list, tuple)):
+        if isinstance(images, (list, tuple)):  # transformers' hook, called on what users pass
             return [self.fetch_images(image) for image in images]
         return self.open(images)
 
@@ -92,7 +92,7 @@ class TriModeImageProcessor(BaseImageProcessor):
             token_grid(height, width, cell=self.cell)
             return height, width
         return resized_size(
-            height, width, rule=self.resize_rule, longest_edge=self.size["longest_edge"], cell=self.cell  # type: ignore[arg-type]
+            height, width, rule=self.resize_rule, longest_edge=self.size["longest_edge"], cell=self.cell
         )
 
     def token_grid(self, height: int, width: int) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class TriModeImageProcessor(BaseImageProcessor):
         sizes = [self.model_size(image.height, image.width) for image in opened]
         pixels = [
             to_pixels(
-                image, size, rule=self.resize_rule,  # type: ignore[arg-type]
+                image, size, rule=self.resize_rule,
                 rescale_factor=self.rescale_factor if self.do_rescale else None,
                 mean=self.image_mean if self.do_normalize else None,
                 std=self.image_std if self.do_normalize else None,
@@ -129,6 +129,8 @@ def flatten_images(images: Any) -> list[Any]:
     """Return a flat list of image sources from one source or nested lists; None counts as no image."""
     if images is None:
         return []
+    if getattr(images, "ndim", 0) == 4:  # a batch as one array or tensor
+        images = list(images)
     if isinstance(images, (list, tuple)):
         return [source for nested in images for source in flatten_images(nested)]
     return [images]

@@ -20,13 +20,22 @@ IMAGE_LAYOUTS: dict[str, dict[str, str | None]] = {
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Token ids around and in an image: start, rows of `image` parted by `row_break`, end; None leaves one out."""
+    """Token ids around and in an image: start, rows of `image` parted by `row_break`, end; None leaves one out.
+
+    strings: the same tokens as text, `image_token` first.
+    """
 
     image: int
     start: int | None = None
     row_break: int | None = None
     end: int | None = None
     break_after_last: bool = False
+    strings: tuple[str, ...] = ()
+
+    @property
+    def image_token(self) -> str:
+        """The placeholder as text."""
+        return self.strings[0]
 
     @classmethod
     def from_tokens(
@@ -40,13 +49,22 @@ class ImageLayout:
         """
         if image is None:
             return None
-        ids = []
-        for token in (image, start, row_break, end):
-            token_id = None if token is None else tokenizer.convert_tokens_to_ids(token)
-            if token is not None and (token_id is None or tokenizer.convert_ids_to_tokens(token_id) != token):
+        for token in filter(None, (image, start, row_break, end)):
+            token_id = tokenizer.convert_tokens_to_ids(token)
+            if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != token:
                 raise ValueError(f"image token {token!r} is not in the tokenizer")
-            ids.append(token_id)
-        return cls(ids[0], *ids[1:], break_after_last)
+
+        def look_up(token: str | None) -> int | None:
+            return None if token is None else tokenizer.convert_tokens_to_ids(token)
+
+        return cls(
+            image=tokenizer.convert_tokens_to_ids(image),
+            start=look_up(start),
+            row_break=look_up(row_break),
+            end=look_up(end),
+            break_after_last=break_after_last,
+            strings=tuple(token for token in (image, start, row_break, end) if token is not None),
+        )
 
     def tokens(self, rows: int, columns: int) -> list[int]:
         """Return the ids of one image of rows x columns image tokens."""

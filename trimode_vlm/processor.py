@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessorMixin
 
-from trimode_vlm.chat import ChatEncoder, Message, Shield, adapt_content, answer_spans, check_messages
+from trimode_vlm.chat import Chat, ChatTemplate
 from trimode_vlm.config import TriModeConfig, TriModeTextConfig
+from trimode_vlm.control_tokens import ControlEncoder
 from trimode_vlm.detokenizer import IncrementalDetokenizer
 from trimode_vlm.image_processor import TriModeImageProcessor, flatten_images
 from trimode_vlm.image_tokens import IMAGE_LAYOUTS, ImageLayout, expand_images, pad_rows, truncate
@@ -74,8 +72,8 @@ class TriModeProcessor(ProcessorMixin):
             tokenizer, image_token, image_start_token, image_break_token, image_end_token, break_after_last
         )
         self.image_token_id = self.layout.image if self.layout else None
-        self._encoder: tuple[int, ChatEncoder] | None = None
-        self._template_takes: tuple[str, bool, bool] | None = None
+        self._encoder: tuple[int, ControlEncoder] | None = None
+        self._templates: dict[str, ChatTemplate] = {}
 
     @property
     def model_input_names(self) -> list[str]:
@@ -83,18 +81,20 @@ class TriModeProcessor(ProcessorMixin):
         return ["input_ids", "attention_mask", "pixel_values", "image_sizes"]
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> list[str]:
-        """Save processor_config.json, the tokenizer, the chat template, and preprocessor_config.json for older tools."""
+        """Save processor_config.json, tokenizer, chat template, and preprocessor_config.json for older tools."""
         files = super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         return [*files, *self.image_processor.save_pretrained(save_directory)]
 
     @classmethod
-    def _get_arguments_from_pretrained(cls, path: Any, processor_dict: Any = None, **kwargs: Any) -> list[Any]:
+    def _get_arguments_from_pretrained(
+        cls, pretrained_model_name_or_path: Any, processor_dict: Any = None, **kwargs: Any
+    ) -> list[Any]:
         # A text-only checkpoint has no image processor, and a released one may name a class that is not installed.
         try:
-            image_processor = TriModeImageProcessor.from_pretrained(path, **kwargs)
+            image_processor = TriModeImageProcessor.from_pretrained(pretrained_model_name_or_path, **kwargs)
         except OSError:
             image_processor = TriModeImageProcessor()
-        return [image_processor, AutoTokenizer.from_pretrained(path, **kwargs)]
+        return [image_processor, AutoTokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)]
 
     # --- text and images to tensors -------------------------------------------------------------------------------
 
@@ -119,9 +119,9 @@ class TriModeProcessor(ProcessorMixin):
         texts = [text] if isinstance(text, str) else list(text)
         special = options.get("add_special_tokens", True)
         bos = self.tokenizer.bos_token
-        rows = [
-            # A rendered chat brings its own BOS.
-            self.tokenizer(t, add_special_tokens=special and not (bos and t.startswith(bos)))["input_ids"] for t in texts
+        rows = [  # a rendered chat brings its own BOS
+            self.tokenizer(prompt, add_special_tokens=special and not (bos and prompt.startswith(bos)))["input_ids"]
+            for prompt in texts
         ]
         return self._finish(rows, flatten_images(images), options, image_options)
 
@@ -152,36 +152,35 @@ class TriModeProcessor(ProcessorMixin):
         first = conversation[0] if isinstance(conversation, (list, tuple)) and conversation else None
         batched = isinstance(first, (list, tuple)) or hasattr(first, "messages")
         template = self._template(chat_template)
-        template_options = {k: v for k, v in kwargs.items() if k in template}
-        call_options = {**{k: v for k, v in kwargs.items() if k not in template}, **(processor_kwargs or {})}
-        given = flatten_images(call_options.pop("images", None))
-        if not tokenize:
-            call_options = {}
-        options, image_options = self._options(call_options)
-        rows, masks, sources, texts = [], [], [], []
-        for messages in conversation if batched else [conversation]:
-            chat = _Chat(
-                self, messages, template, template_options | {"tools": tools, "documents": documents},
-                add_generation_prompt, continue_final_message,
-            )  # fmt: skip
-            texts.append(chat.shield.uncover(chat.rendered))
-            if tokenize:
-                ids, spans = chat.encode(with_answers=return_assistant_tokens_mask)
-                rows.append(ids)
-                masks.append(_mask_of(len(ids), spans))
-                sources += chat.sources
-        if not tokenize:
-            return texts if batched else texts[0]
+        kwargs.pop("sanitize_control_tokens", None)  # transformers' name for what is always done here
+        for_call = {k: v for k, v in kwargs.items() if k in _TEXT_OPTIONS or not template.names(k)}
+        variables = {k: v for k, v in kwargs.items() if k not in for_call} | {"tools": tools, "documents": documents}
+        for_call |= processor_kwargs or {}
+        given = flatten_images(for_call.pop("images", None))
+        options, image_options = self._options(for_call)
         if return_tensors != "auto":
             options["return_tensors"] = return_tensors
-        sources = given if given and all(s is None for s in sources) else sources + given
-        if any(source is None for source in sources):
-            missing = sum(source is None for source in sources)
-            raise ValueError(f"{missing} of {len(sources)} image parts name no image (image, url, path or base64)")
-        out = self._finish(rows, sources, options, image_options, masks if return_assistant_tokens_mask else None)
+        chats = [
+            Chat(
+                messages, template, self._control_encoder(), self.layout, variables, add_generation_prompt,
+                continue_final_message,
+            )
+            for messages in (conversation if batched else [conversation])
+        ]  # fmt: skip
+        if not tokenize:
+            return [chat.text for chat in chats] if batched else chats[0].text
+        sources = _fill([source for chat in chats for source in chat.sources], given)
+        if not return_assistant_tokens_mask:
+            out = self._finish([chat.encode() for chat in chats], sources, options, image_options)
+        else:
+            encoded = [chat.encode_with_answers() for chat in chats]
+            masks = [_mask_of(len(ids), answers) for ids, answers in encoded]
+            out = self._finish([ids for ids, _ in encoded], sources, options, image_options, masks)
         return out if return_dict else out["input_ids"]
 
-    def encode_chat(self, messages: Any, add_generation_prompt: bool = False, **template_options: Any) -> dict[str, Any]:
+    def encode_chat(
+        self, messages: Any, add_generation_prompt: bool = False, **template_options: Any
+    ) -> dict[str, Any]:
         """Return one chat as training sees it; the template's spans decide what is an answer.
 
         Returns:
@@ -194,11 +193,11 @@ class TriModeProcessor(ProcessorMixin):
         Raises:
             ValueError: as `apply_chat_template`, or an answer cannot be located in the rendered chat.
         """
-        chat = _Chat(self, messages, self._template(None), template_options, add_generation_prompt, False)
-        ids, answers = chat.encode(with_answers=True)
-        images = [self.image_processor.open(source) for source in chat.sources if source is not None]
-        if len(images) != len(chat.sources):
-            raise ValueError(f"found {len(chat.sources)} image placeholders but received {len(images)} images")
+        chat = Chat(
+            messages, self._template(), self._control_encoder(), self.layout, template_options, add_generation_prompt
+        )
+        ids, answers = chat.encode_with_answers()
+        images = [self.image_processor.open(source) for source in _fill(chat.sources, [])]
         sizes = [self.image_processor.model_size(image.height, image.width) for image in images]
         ids, image_spans, (mask,) = self._expand(ids, sizes, [_mask_of(len(ids), answers)])
         return {
@@ -291,92 +290,32 @@ class TriModeProcessor(ProcessorMixin):
                 raise ValueError(f"unknown processor option {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         return options, image_options
 
-    def _template(self, chat_template: str | None) -> str:
+    def _template(self, chat_template: str | None = None) -> ChatTemplate:
         known = self.chat_template if isinstance(self.chat_template, dict) else {"default": self.chat_template}
-        template = known.get(chat_template or "default", chat_template)
-        if template is None:
+        source = known.get(chat_template or "default", chat_template)
+        if source is None:
             raise ValueError("this processor has no chat template; pass chat_template=")
-        return template
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source, self.tokenizer)
+        return self._templates[source]
 
-    def chat_encoder(self) -> ChatEncoder:
-        """Return the encoder of the present tokenizer, built once."""
+    def _control_encoder(self) -> ControlEncoder:
+        """Return the encoder of the tokenizer as it is now, built once."""
         if self._encoder is None or self._encoder[0] != len(self.tokenizer):
-            extra = [self.image_token, self.image_start_token, self.image_break_token, self.image_end_token]
-            extra.append(self.mask_token)
-            self._encoder = len(self.tokenizer), ChatEncoder(self.tokenizer, [t for t in extra if t])
+            extra = [*(self.layout.strings if self.layout else ()), *([self.mask_token] if self.mask_token else ())]
+            self._encoder = len(self.tokenizer), ControlEncoder(self.tokenizer, extra)
         return self._encoder[1]
 
-    def template_takes(self, template: str) -> tuple[bool, bool]:
-        """Return whether a template reads content as parts and whether it reads content as text."""
-        if self._template_takes is None or self._template_takes[0] != template:
-            answers = []
-            for content in ([{"type": "text", "text": "PROBE"}], "PROBE"):
-                try:
-                    text = self.render(template, [{"role": "user", "content": content}], {}, False)
-                    answers.append("PROBE" in text and "'type'" not in text and '"type"' not in text)
-                except ValueError:
-                    answers.append(False)
-            self._template_takes = template, answers[0], answers[1]
-        return self._template_takes[1:]
 
-    def render(
-        self, template: str, messages: list[Message], options: dict[str, Any], add_generation_prompt: bool,
-        continue_final_message: bool | str = False,
-    ) -> str:  # fmt: skip
-        """Return the text that the template makes of checked messages.
-
-        Raises:
-            ValueError: the template refuses them.
-        """
-        if "enable_thinking" in template:
-            options = {"enable_thinking": False, **options}
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message, **options,
-            )  # fmt: skip
-        except (TemplateError, TypeError, KeyError, IndexError) as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-
-
-class _Chat:
-    """One conversation on its way to ids: checked, shielded, rendered."""
-
-    def __init__(
-        self, processor: TriModeProcessor, messages: Any, template: str, options: dict[str, Any],
-        add_generation_prompt: bool, continue_final_message: bool | str,
-    ) -> None:  # fmt: skip
-        checked, self.sources = check_messages(messages)
-        self.encoder = processor.chat_encoder()
-        self.layout_tokens = [processor.image_token, processor.image_start_token, processor.image_break_token]
-        self.layout_tokens.append(processor.image_end_token)
-        self.shield = Shield(self.encoder.control)
-        covered = self.shield.cover({"messages": checked, **options})
-        self.options = {k: v for k, v in covered.items() if k != "messages"}
-        adapted = adapt_content(covered["messages"], *processor.template_takes(template), processor.image_token)
-        self.messages = adapted
-        self.render: Callable[[list[Message], bool], str] = lambda part, prompt: processor.render(
-            template, part, self.options, prompt
-        )
-        self.rendered = processor.render(
-            template, adapted, self.options, add_generation_prompt, continue_final_message
-        )
-        rendered_images = self.rendered.count(processor.image_token) if processor.image_token else 0
-        if rendered_images != len(self.sources):
-            if not processor.layout:
-                raise ValueError(f"received {len(self.sources)} images, but this checkpoint reads text only")
-            raise ValueError(
-                f"the messages hold {len(self.sources)} images but the chat template rendered "
-                f"{rendered_images} image placeholders ({processor.image_token})"
-            )
-
-    def encode(self, with_answers: bool) -> tuple[list[int], list[range]]:
-        """Return the ids, one placeholder per image, and the token ranges of the trained answers."""
-        text, spans = self.rendered, None
-        if with_answers:
-            ends = self.encoder.end_pattern(token for token in self.layout_tokens if token)
-            text, spans = answer_spans(self.messages, self.render, ends, text)
-        return self.encoder.encode(text, self.shield.restore, spans)
+def _fill(sources: list[Any], given: list[Any]) -> list[Any]:
+    """Return the image sources of messages, those that a part left open taken from `given`, in order."""
+    missing = sum(source is None for source in sources)
+    if missing != len(given):
+        if given:
+            raise ValueError(f"found {missing} image parts without an image but received {len(given)} images")
+        raise ValueError(f"{missing} of {len(sources)} image parts name no image (image, url, path or base64)")
+    rest = iter(given)
+    return [next(rest) if source is None else source for source in sources]
 
 
 def _mask_of(length: int, spans: list[range]) -> list[bool]:

@@ -9,14 +9,13 @@ import math
 import os
 import re
 import urllib.parse
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, UnidentifiedImageError
 
-SizeRule = Literal["nld", "pixtral"]
 SIZE_RULES = ("nld", "pixtral")
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -61,7 +60,7 @@ def open_image(source: Any, *, max_pixels: int | None = DEFAULT_MAX_PIXELS, name
 
 
 def resized_size(
-    height: int, width: int, *, rule: SizeRule = "nld", longest_edge: int = 1400, cell: int = 28
+    height: int, width: int, *, rule: str = "nld", longest_edge: int = 1400, cell: int = 28
 ) -> tuple[int, int]:
     """Return the (height, width) in pixels at which the model sees an image: the only place that decides it.
 
@@ -99,7 +98,7 @@ def to_pixels(
     image: Image.Image,
     size: tuple[int, int] | None = None,
     *,
-    rule: SizeRule = "nld",
+    rule: str = "nld",
     rescale_factor: float | None = 1 / 255,
     mean: tuple[float, ...] | list[float] | None = CLIP_MEAN,
     std: tuple[float, ...] | list[float] | None = CLIP_STD,
@@ -153,12 +152,10 @@ def _check_pixels(size: tuple[int, int], max_pixels: int | None, name: str) -> N
 def _open_encoded(source: Any, name: str) -> Image.Image:
     """Read the header of an encoded image; Pillow decodes later, at load()."""
     data = _read_bytes_or_path(source, name)
-    if isinstance(data, bytes):
-        if not data:
-            raise ValueError(f"{name}: the image is empty (0 bytes)")
-        data = io.BytesIO(data)
+    if data == b"":
+        raise ValueError(f"{name}: the image is empty (0 bytes)")
     try:
-        return Image.open(data)
+        return Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
     except FileNotFoundError:
         raise ValueError(f"{name}: no such image file") from None
     except UnidentifiedImageError:
@@ -166,7 +163,7 @@ def _open_encoded(source: Any, name: str) -> Image.Image:
             raise ValueError(f"{name}: the image is empty (0 bytes)") from None
         raise ValueError(f"{name}: not an image in a known format") from None
     except Image.DecompressionBombError as error:
-        raise ValueError(f"{name}: too many pixels; raise max_pixels and PIL.Image.MAX_IMAGE_PIXELS ({error})") from None
+        raise ValueError(f"{name}: too many pixels for max_pixels and PIL.Image.MAX_IMAGE_PIXELS ({error})") from None
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError) as error:  # what Pillow's parsers raise
         raise ValueError(f"{name}: cannot read the image ({error})") from error
 
@@ -277,7 +274,8 @@ def _from_array(source: np.ndarray | torch.Tensor, name: str, max_pixels: int | 
     channels = (1, 2, 3, 4)
     if array.ndim == 3 and array.shape[2] not in channels and array.shape[0] in channels:
         array = array.transpose(1, 2, 0)
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in channels) or array.dtype.kind not in "buif":
+    is_picture = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in channels)
+    if not is_picture or array.dtype.kind not in "buif":
         raise ValueError(f"{name}: an array of shape {tuple(source.shape)} and type {array.dtype} is not an image")
     _check_pixels((array.shape[1], array.shape[0]), max_pixels, name)
     if array.ndim == 3 and array.shape[2] == 1:

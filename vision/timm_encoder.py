@@ -21,12 +21,14 @@ class TimmEncoder(nn.Module):
     def __init__(self, config: TimmVisionConfig) -> None:
         super().__init__()
         import timm
+        from timm.models import is_model_in_modules
 
         if not timm.is_model(config.architecture):
             near = timm.list_models(f"*{config.architecture.split('_')[0]}*")[:5]
             raise ValueError(f"timm has no model {config.architecture!r}; near: {', '.join(near) or 'none'}")
         self.config = config
-        is_vit = "dynamic_img_size" in _init_parameters(timm, config.architecture)
+        # A ViT is told to take any grid; a CNN takes one anyway and does not know the options.
+        is_vit = is_model_in_modules(config.architecture, ["vision_transformer"])
         options = {"dynamic_img_size": True, "img_size": config.image_size} if is_vit else {}
         # Towers with buffers built from numpy cannot be made on the meta device; they are small next to the text model.
         with torch.device("cpu"):
@@ -43,14 +45,3 @@ class TimmEncoder(nn.Module):
         if features.dim() == 4:
             return features.flatten(2).transpose(1, 2)
         return features[:, self.num_prefix_tokens :]
-
-
-def _init_parameters(timm: object, architecture: str) -> set[str]:
-    import inspect
-
-    from timm.models.vision_transformer import VisionTransformer
-
-    entry = timm.model_entrypoint(architecture)  # type: ignore[attr-defined]
-    module = inspect.getmodule(entry)
-    uses_vit = module is not None and module.__name__.rsplit(".", 1)[-1] in {"vision_transformer", "deit", "eva"}
-    return set(inspect.signature(VisionTransformer.__init__).parameters) if uses_vit else set()

@@ -1,0 +1,63 @@
+"""The key-value cache: lengths move only by the decoder, and cached passes equal passes without a cache."""
+
+import pytest
+import torch
+
+from trimode_vlm.cache import KVCache
+from trimode_vlm.patterns import block, causal
+
+CPU = torch.device("cpu")
+
+
+def test_append_leaves_the_lengths_alone_and_truncate_forgets(tiny_text_model):
+    config = tiny_text_model.config
+    cache = KVCache(config, 1, 16, torch.float32)
+    shape = (1, config.num_key_value_heads, 3, config.head_dim)
+    first, second = torch.randn(shape), torch.randn(shape)
+    cache.append(0, first, first, cache.offset)
+    assert cache.lengths == [0]
+    cache.advance([3])
+    keys, _ = cache.append(0, second, second, cache.offset)
+    assert torch.equal(keys, torch.cat((first, second), 2)) and cache.lengths == [3]
+    cache.truncate(1)
+    keys, _ = cache.append(0, second, second, cache.offset)
+    assert torch.equal(keys, torch.cat((first[:, :, :1], second), 2))
+    with pytest.raises(AssertionError):
+        cache.advance([100])
+
+
+def test_reserve_keeps_the_contents_and_select_copies_rows(tiny_text_model):
+    cache = KVCache(tiny_text_model.config, 3, 4, torch.float32)
+    cache.keys.normal_()
+    cache.truncate([1, 4, 2])
+    before = cache.keys.clone()
+    cache.reserve(9)
+    assert cache.capacity == 9 and torch.equal(cache.keys[..., :4, :], before)
+    picked = cache.select([2, 0])
+    assert picked.lengths == [2, 1] and torch.equal(picked.keys[:, 0], cache.keys[:, 2])
+    picked.keys.zero_()
+    assert cache.keys[:, 2, :, :4].abs().sum() > 0
+
+
+@pytest.mark.parametrize("lengths", [[5, 5], [2, 7]])
+def test_cached_passes_equal_a_pass_without_a_cache(tiny_text_model, lengths):
+    """A ragged batch behind its prefixes: causal commit and bidirectional proposal, row by row against no cache."""
+    model = tiny_text_model
+    ids = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    cache = KVCache(model.config, 2, 16, torch.float32)
+    with torch.no_grad():
+        model(input_ids=ids[:, : max(lengths)], cache=cache)
+        cache.truncate(lengths)
+        new = torch.stack([ids[b, n : n + 4] for b, n in enumerate(lengths)])
+        drafted = model(input_ids=new, cache=cache, pattern=block(2, 4, CPU, cache.offset)).logits
+        committed = model(input_ids=new, cache=cache).logits
+        for b, n in enumerate(lengths):
+            whole = ids[b : b + 1, : n + 4]
+            expected = model(input_ids=whole).logits[:, n:]
+            torch.testing.assert_close(committed[b : b + 1], expected, atol=1e-4, rtol=1e-4)
+            prefix_then_block = causal(1, n + 4, CPU)
+            both = type(prefix_then_block)(
+                lambda b, h, q, k, n=n: (k <= q) | ((q >= n) & (k >= n)), 1, n + 4, n + 4, CPU
+            )
+            expected = model(input_ids=whole, pattern=both).logits[:, n:]
+            torch.testing.assert_close(drafted[b : b + 1], expected, atol=1e-4, rtol=1e-4)

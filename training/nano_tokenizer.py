@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trimode_vlm.training.pictures import Cell
 from trimode_vlm.training.synthetic import all_texts
+from trimode_vlm.training.tasks import SPELLED
 
 SPECIAL_TOKENS = (
     "<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|image_start|>", "<|image_pad|>", "<|image_break|>",
@@ -116,7 +117,7 @@ def _punctuation(texts: list[str]) -> list[str]:
 def _words(texts: list[str]) -> list[str]:
     """Every word bare and with a space, in lower case and as it is written; every letter likewise."""
     written = {word for text in texts for word in re.findall(r"[A-Za-z]+", text)}
-    lower = sorted({word.lower() for word in written} | set("abcdefghijklmnopqrstuvwxyz"))
+    lower = sorted({word.lower() for word in written} | set(SPELLED) | set("abcdefghijklmnopqrstuvwxyz"))
     upper = sorted(written - set(lower))
     spaced = {word for text in texts for word in re.findall(r" ([A-Za-z]+)", text)}
     words = [form for word in lower for form in (word, f" {word}")]

@@ -9,35 +9,28 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
-CELL = 28
-MAX_CELLS = 16
+from trimode_vlm.training.glyphs import (
+    CELL,
+    COLORS,
+    ITEMS,
+    MAX_CELLS,
+    SHAPES,
+    Color,
+    char_mask,
+    grain,
+    icon,
+    mix,
+    shade,
+    shape_masks,
+    vary,
+)
+
 Cell = tuple[str, ...]
-Color = tuple[int, int, int]
-
-COLORS: dict[str, Color] = {
-    "red": (214, 40, 48),
-    "blue": (38, 92, 214),
-    "green": (38, 152, 74),
-    "yellow": (244, 206, 40),
-    "purple": (126, 58, 178),
-    "orange": (244, 130, 26),
-    "black": (38, 38, 44),
-    "pink": (244, 148, 190),
-}
-SHAPES = ("circle", "square", "triangle", "star", "heart", "diamond")
-ITEMS = (
-    "apple", "banana", "grapes", "lemon", "melon", "pineapple",
-    "carrot", "broccoli", "mushroom", "corn", "avocado", "eggplant",
-    "bread", "cheese", "egg", "fish", "milk", "coffee",
-    "cake", "candy", "honey", "rice", "salt", "cookie",
-)  # fmt: skip
 KINDS = ("grid", "receipt", "chart")
 MAX_TOTAL_CENTS = 9999
 
@@ -87,26 +80,26 @@ class Canvas:
         self.bold = rng.random() < 0.4
         self.icon_size = rng.randint(22, 24)
         self.shape_size = rng.randint(18, 22)
-        self.frame = _vary(rng, rng.choice(_FRAMES), 20)
+        self.frame = vary(rng, rng.choice(_FRAMES), 20)
 
     def char(self, row: int, col: int, char: str, color: Color, dx: int = 0) -> None:
         """Write one character, dx pixels right of the middle of its cell."""
-        mask = _char_mask(char, self.font_size, self.bold)
+        mask = char_mask(char, self.font_size, self.bold)
         self._stamp(row, col, mask, color, dx + self.rng.randint(-1, 1), self.drift)
         self.cells[row][col] = (char,)
 
     def shape(self, row: int, col: int, color_name: str, shape: str) -> None:
-        color = _vary(self.rng, COLORS[color_name], 12)
+        color = vary(self.rng, COLORS[color_name], 12)
         dx, dy = self.rng.randint(-1, 1), self.rng.randint(-1, 1)
-        outer, inner = _shape_masks(shape, self.shape_size)
-        self._stamp(row, col, outer, _shade(color, 0.72), dx, dy)
+        outer, inner = shape_masks(shape, self.shape_size)
+        self._stamp(row, col, outer, shade(color, 0.72), dx, dy)
         self._stamp(row, col, inner, color, dx, dy)
         self.cells[row][col] = (color_name, shape)
 
     def icon(self, row: int, col: int, item: str, dx: int = 0) -> None:
-        icon = _icon(item, self.icon_size)
-        left, top = _corner(row, col, icon, dx + self.rng.randint(0, 1), self.rng.randint(-1, 1))
-        self.image.paste(icon, (left, top), icon)
+        picture = icon(item, self.icon_size)
+        left, top = _corner(row, col, picture, dx + self.rng.randint(0, 1), self.rng.randint(-1, 1))
+        self.image.paste(picture, (left, top), picture)
         self.cells[row][col] = (item,)
 
     def _stamp(self, row: int, col: int, mask: Image.Image, color: Color, dx: int, dy: int) -> None:
@@ -118,8 +111,8 @@ class Canvas:
         if strength:
             height, width = self.image.height, self.image.width
             top, left = self.rng.randrange(64), self.rng.randrange(64)
-            grain = _grain()[top : top + height, left : left + width, None] * np.float32(strength)
-            pixels = np.asarray(self.image, dtype=np.float32) + grain
+            noise = grain()[top : top + height, left : left + width, None] * np.float32(strength)
+            pixels = np.asarray(self.image, dtype=np.float32) + noise
             self.image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
         width, height = self.image.size
         ImageDraw.Draw(self.image).rectangle((0, 0, width - 1, height - 1), outline=self.frame, width=2)
@@ -137,7 +130,7 @@ def _grid(rng: random.Random, scale: float) -> tuple[dict[str, Any], Canvas]:
     num_rows = rng.randint(3, 3 + round(3 * scale))
     num_cols = rng.randint(3, 3 + round(4 * scale))
     spare_rows, spare_cols = (rng.choice((0, 0, 1, 2)) if scale > 0.5 else 0 for _ in range(2))
-    paper, strip, ink = _vary(rng, rng.choice(_PAPERS), 3), _vary(rng, rng.choice(_STRIPS), 6), rng.choice(_INKS)
+    paper, strip, ink = vary(rng, rng.choice(_PAPERS), 3), vary(rng, rng.choice(_STRIPS), 6), rng.choice(_INKS)
     canvas = Canvas(rng, num_rows + 1 + spare_rows, num_cols + 1 + spare_cols, paper)
     style = rng.choice(("tiles", "checks", "plain"))
     canvas.draw.rectangle((0, 0, canvas.image.width, CELL - 1), fill=strip)
@@ -158,7 +151,7 @@ def _grid(rng: random.Random, scale: float) -> tuple[dict[str, Any], Canvas]:
 def _tile(canvas: Canvas, row: int, col: int, style: str, strip: Color) -> None:
     left, top = col * CELL, row * CELL
     box = (left, top, left + CELL, top + CELL)
-    light = _mix(strip, (255, 255, 255), 0.5)
+    light = mix(strip, (255, 255, 255), 0.5)
     if style == "tiles":
         canvas.draw.rounded_rectangle((left + 1, top + 1, left + CELL - 2, top + CELL - 2), 4, outline=strip)
     elif style == "checks" and (row + col) % 2:
@@ -172,7 +165,7 @@ def _receipt(rng: random.Random, scale: float) -> tuple[dict[str, Any], Canvas]:
     num_lines = rng.randint(2, 2 + round(5 * scale))
     num_cols = 11 + (rng.choice((0, 0, 1, 2)) if scale > 0.5 else 0)
     spare_rows = rng.choice((0, 0, 1)) if scale > 0.5 else 0
-    paper, ink = _vary(rng, rng.choice(_PAPERS), 3), rng.choice(_INKS)
+    paper, ink = vary(rng, rng.choice(_PAPERS), 3), rng.choice(_INKS)
     canvas = Canvas(rng, num_lines + 2 + spare_rows, num_cols, paper)
     lines = _receipt_lines(rng, num_lines)
     total = sum(quantity * cents for _, quantity, cents in lines)
@@ -181,14 +174,14 @@ def _receipt(rng: random.Random, scale: float) -> tuple[dict[str, Any], Canvas]:
     for row, (item, quantity, cents) in enumerate(lines, start=1):
         canvas.icon(row, 0, item, dx=1)
         canvas.char(row, 2, str(quantity), ink)
-        canvas.char(row, 3, "x", _mix(ink, paper, 0.3))
+        canvas.char(row, 3, "x", mix(ink, paper, 0.3))
         _write_right(canvas, row, num_cols, f"{cents / 100:.2f}", ink)
     for col, char in enumerate("TOTAL"):
         canvas.char(num_lines + 1, col, char, ink)
     _write_right(canvas, num_lines + 1, num_cols, f"{total / 100:.2f}", ink)
     for row in (1, num_lines + 1):
         for left in range(8, canvas.image.width - 8, 8):
-            canvas.draw.line((left, row * CELL, left + 4, row * CELL), fill=_mix(ink, paper, 0.55))
+            canvas.draw.line((left, row * CELL, left + 4, row * CELL), fill=mix(ink, paper, 0.55))
     facts = {"lines": [(item, quantity, f"{cents / 100:.2f}") for item, quantity, cents in lines]}
     return facts | {"total": f"{total / 100:.2f}"}, canvas
 
@@ -215,7 +208,7 @@ def _chart(rng: random.Random, scale: float) -> tuple[dict[str, Any], Canvas]:
     num_plot_rows = rng.randint(3, 3 + round(5 * scale))
     pitch = 3 if num_bars <= 5 else 2
     num_cols = max(1 + num_bars * pitch, 2 + num_bars * 2)
-    paper, ink = _vary(rng, rng.choice(_PAPERS), 3), rng.choice(_INKS)
+    paper, ink = vary(rng, rng.choice(_PAPERS), 3), rng.choice(_INKS)
     canvas = Canvas(rng, num_plot_rows + 3, num_cols, paper)
     bars = list(zip(rng.sample(tuple(COLORS), num_bars), rng.sample(ITEMS, num_bars), strict=True))
     facts = {"bars": [(color, item, rng.randint(10, 99)) for color, item in bars]}
@@ -223,7 +216,7 @@ def _chart(rng: random.Random, scale: float) -> tuple[dict[str, Any], Canvas]:
     if rng.random() < 0.6:
         for tick in range(1, 5):
             y = base - round(tick * 0.25 * num_plot_rows * CELL)
-            canvas.draw.line((CELL // 2, y, canvas.image.width - CELL // 2, y), fill=_mix(ink, paper, 0.88))
+            canvas.draw.line((CELL // 2, y, canvas.image.width - CELL // 2, y), fill=mix(ink, paper, 0.88))
     inset = rng.randint(3, 6)
     for index, (color, item, value) in enumerate(facts["bars"]):
         _bar(canvas, 1 + index * pitch, base, round(value / 100 * num_plot_rows * CELL), color, value, inset)
@@ -237,18 +230,18 @@ def _bar(canvas: Canvas, col: int, base: int, height: int, color_name: str, valu
     # A sliver of a few pixels is no cell of its own: the eye and the label would disagree.
     rest = height % CELL
     height += -rest if rest < 3 else max(5 - rest, 0)
-    color = _vary(canvas.rng, COLORS[color_name], 12)
+    color = vary(canvas.rng, COLORS[color_name], 12)
     left, top = col * CELL + inset, base - height
     box = (left, top, left + 2 * CELL - 2 * inset, base)
-    canvas.draw.rounded_rectangle(box, 3, fill=color, outline=_shade(color, 0.72), corners=(True, True, False, False))
+    canvas.draw.rounded_rectangle(box, 3, fill=color, outline=shade(color, 0.72), corners=(True, True, False, False))
     top_row, base_row = top // CELL, base // CELL
     for row in range(top_row, base_row):
         canvas.cells[row][col] = canvas.cells[row][col + 1] = (color_name,)
-    ink = _shade(color, 0.55)
+    ink = shade(color, 0.55)
     canvas.char(top_row - 1, col, str(value // 10), ink, dx=4)
     canvas.char(top_row - 1, col + 1, str(value % 10), ink, dx=-4)
     swatch = (col * CELL + 9, base + 9, col * CELL + 21, base + 21)
-    canvas.draw.rounded_rectangle(swatch, 3, fill=color, outline=_shade(color, 0.72))
+    canvas.draw.rounded_rectangle(swatch, 3, fill=color, outline=shade(color, 0.72))
     canvas.cells[base_row][col] = (color_name,)
 
 
@@ -261,87 +254,3 @@ _MAKERS: dict[str, Callable[[random.Random, float], tuple[dict[str, Any], Canvas
 
 def _corner(row: int, col: int, glyph: Image.Image, dx: int, dy: int) -> tuple[int, int]:
     return col * CELL + (CELL - glyph.width) // 2 + dx, row * CELL + (CELL - glyph.height) // 2 + dy
-
-
-def _vary(rng: random.Random, color: Color, amount: int) -> Color:
-    red, green, blue = (min(max(value + rng.randint(-amount, amount), 0), 255) for value in color)
-    return red, green, blue
-
-
-def _mix(color: Color, other: Color, share: float) -> Color:
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(color, other, strict=True))
-    return red, green, blue
-
-
-def _shade(color: Color, factor: float) -> Color:
-    return _mix((0, 0, 0), color, factor)
-
-
-@cache
-def _grain() -> np.ndarray:
-    side = MAX_CELLS * CELL + 64
-    return np.random.RandomState(0).standard_normal((side, side)).astype(np.float32)
-
-
-@cache
-def _char_mask(char: str, size: int, bold: bool) -> Image.Image:
-    """A whole-cell coverage mask of a character on a common baseline."""
-    mask = Image.new("L", (CELL, CELL))
-    font = ImageFont.load_default(size)
-    assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"
-    baseline = CELL / 2 + font.getbbox("0", anchor="ls")[1] / -2
-    stroke = 0.6 if bold else 0.25
-    ImageDraw.Draw(mask).text((CELL / 2, baseline), char, 255, font, anchor="ms", stroke_width=stroke)
-    return mask
-
-
-_OVERSAMPLE = 8
-_POLYGONS: dict[str, list[tuple[float, float]]] = {
-    "square": [(0.06, 0.06), (0.94, 0.06), (0.94, 0.94), (0.06, 0.94)],
-    "triangle": [(0.5, 0.02), (1.0, 0.95), (0.0, 0.95)],
-    "diamond": [(0.5, -0.04), (0.94, 0.5), (0.5, 1.04), (0.06, 0.5)],
-    "star": [
-        (0.5 + r * np.sin(i * np.pi / 5), 0.54 - r * np.cos(i * np.pi / 5))
-        for i, r in enumerate((0.58, 0.25) * 5)
-    ],
-    "heart": [
-        (0.5 + 0.5 * np.sin(t) ** 3,
-         0.46 - 0.032 * (13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)))
-        for t in np.linspace(0, 2 * np.pi, 60)
-    ],
-}  # fmt: skip
-
-
-@cache
-def _shape_masks(shape: str, size: int) -> tuple[Image.Image, Image.Image]:
-    """Coverage of a shape with its outline, and of its inside alone."""
-    return _shape_mask(shape, size), _shape_mask(shape, size - 3)
-
-
-def _shape_mask(shape: str, size: int) -> Image.Image:
-    side = CELL * _OVERSAMPLE
-    mask = Image.new("L", (side, side))
-    draw = ImageDraw.Draw(mask)
-    start, extent = (CELL - size) / 2 * _OVERSAMPLE, size * _OVERSAMPLE
-    if shape == "circle":
-        draw.ellipse((start, start, start + extent, start + extent), fill=255)
-    else:
-        # Shrinking about the centroid keeps the outline even: a triangle's lies below the middle of its box.
-        points = [(start + x * extent, start + y * extent) for x, y in _POLYGONS[shape]]
-        if shape == "triangle":
-            points = [(x, y + (22 - size) * 0.15 * _OVERSAMPLE) for x, y in points]
-        draw.polygon(points, fill=255)
-    return mask.resize((CELL, CELL), Image.Resampling.BOX)
-
-
-@cache
-def _icon_sheet() -> Image.Image:
-    with Image.open(Path(__file__).with_name("icons.png")) as sheet:
-        return sheet.convert("RGBA")
-
-
-@cache
-def _icon(item: str, size: int) -> Image.Image:
-    index = ITEMS.index(item)
-    left, top = index % 6 * 48, index // 6 * 48
-    return _icon_sheet().crop((left, top, left + 48, top + 48)).resize((size, size), Image.Resampling.LANCZOS)

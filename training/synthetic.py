@@ -16,7 +16,8 @@ from typing import Any
 
 from PIL import Image
 
-from trimode_vlm.training.pictures import CELL, KINDS, Picture, make_picture
+from trimode_vlm.training.glyphs import CELL
+from trimode_vlm.training.pictures import KINDS, Picture, make_picture
 from trimode_vlm.training.tasks import TASKS, Task
 
 __all__ = [
@@ -136,9 +137,9 @@ def all_texts(num_samples_per_task: int = 40) -> Iterator[str]:
 
 
 _EXAMPLES = (
-    ("board-1", "grid_markdown", 1), ("board-2", "grid_describe", 2),
-    ("receipt-1", "receipt_json", 1), ("receipt-2", "receipt_markdown", 2),
-    ("chart-1", "chart_json", 1), ("chart-2", "chart_describe", 2),
+    ("board-1", "grid_markdown", 16), ("board-2", "grid_describe", 32),
+    ("receipt-1", "receipt_json", 2), ("receipt-2", "receipt_markdown", 10),
+    ("chart-1", "chart_json", 14), ("chart-2", "chart_describe", 10),
 )  # fmt: skip
 
 

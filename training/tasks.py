@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trimode_vlm.training.pictures import COLORS, ITEMS, SHAPES
+from trimode_vlm.training.glyphs import COLORS, ITEMS, SHAPES
 
 Facts = dict[str, Any]
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

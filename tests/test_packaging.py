@@ -23,9 +23,7 @@ HEAVY = ("peft", "timm", "datasets", "deepspeed", "gradio", "matplotlib", "tenso
 
 def package_folders() -> set[str]:
     """Import names of all folders with modules, as they lie on disk."""
-    inner = {
-        ".".join(path.parent.relative_to(REPOSITORY).parts) for path in (REPOSITORY / "trimode_vlm").rglob("*.py")
-    }
+    inner = {".".join(path.parent.relative_to(REPOSITORY).parts) for path in (REPOSITORY / "trimode_vlm").rglob("*.py")}
     return inner | {f"trimode_vlm.{name}" for name in OUTER if list((REPOSITORY / name).glob("*.py"))}
 
 
@@ -47,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(REPOSITORY / name, source)
     for name in ("trimode_vlm", *OUTER):
         shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(root), str(source)]
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", root, source]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (archive,) = root.glob("*.whl")
@@ -91,7 +89,8 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 config = AutoConfig.for_model("nemotron_labs_diffusion_vlm")
 assert AutoModelForImageTextToText._model_mapping[type(config)] is trimode_vlm.TriModeVLM
 assert PROCESSOR_MAPPING[type(config)] is trimode_vlm.TriModeProcessor
-assert issubclass(AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model("nemotron_labs_diffusion"))], trimode_vlm.TriModeVLM)
+text = AutoConfig.for_model("nemotron_labs_diffusion")
+assert issubclass(AutoModelForCausalLM._model_mapping[type(text)], trimode_vlm.TriModeVLM)
 print([name for name in {HEAVY!r} if name in sys.modules])
 """
     assert run_python(code, tmp_path, REPOSITORY).strip() == "[]"

@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
     def add_config_option(self) -> None:
         """Take `--config FILE`, unless the command has a `--config` of its own."""
         if "--config" not in self._option_string_actions:
-            self.add_argument("--config", metavar="FILE", help="YAML file with these options; the command line overrides")
+            self.add_argument("--config", metavar="FILE", help="YAML file of options; the command line overrides")
             self.reads_config = True
 
     def error(self, message: str) -> NoReturn:
@@ -120,7 +120,7 @@ def _value_of(option: str, argv: Sequence[str]) -> str | None:
 
 
 def nearest(name: str, known: Iterable[str], strip: str = "") -> str:
-    """"; did you mean X?" with the nearest of `known`, or nothing when none is near."""
+    """ "; did you mean X?" with the nearest of `known`, or nothing when none is near."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0].lstrip(strip)}?" if found else ""
 

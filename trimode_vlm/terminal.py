@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimode_vlm.cli import UsageError, nearest, one_line, print_settings
+from trimode_vlm.compare import compare, summary
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     """Answer as asked; returns the exit code."""
     modes = tuple(MODE_OPTIONS) if args.compare else (args.mode or "linear_spec",)
     check(args, modes)
-    print_settings({name: value for name, value in vars(args).items() if value not in (None, [])} | {"mode": ", ".join(modes)})
+    given = {name: value for name, value in vars(args).items() if value not in (None, [])}
+    print_settings(given | {"mode": ", ".join(modes)})
     from trimode_vlm.vision.images import open_image
 
     images = [open_image(path) for path in args.image]
@@ -106,7 +108,8 @@ def check(args: argparse.Namespace, modes: Sequence[str]) -> None:
     for name in sorted({name for names in MODE_OPTIONS.values() for name in names}):
         users = [mode for mode, names in MODE_OPTIONS.items() if name in names]
         if getattr(args, name) is not None and not set(users) & set(modes):
-            raise UsageError(f"--{name.replace('_', '-')} has no effect with --mode {modes[0]}; it belongs to {', '.join(users)}")
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"{option} has no effect with --mode {modes[0]}; it belongs to {', '.join(users)}")
     for name in SAMPLING_OPTIONS:
         if getattr(args, name) is not None and not args.temperature:
             raise UsageError(f"--{name.replace('_', '-')} has no effect without --temperature above 0")
@@ -136,7 +139,8 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding options that were given, for any mode."""
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, "do_sample": args.temperature > 0}
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    options["do_sample"] = args.temperature > 0
     if args.temperature > 0:
         options["temperature"] = args.temperature
     given = {name: getattr(args, name) for name in ("block_length", "threshold", *SAMPLING_OPTIONS)}
@@ -216,16 +220,8 @@ def say(conversation: Conversation, question: str, images: Sequence[Image]) -> N
     finally:
         pieces.close()  # type: ignore[attr-defined]
         print(flush=True)
-    print(stopped + (summary(conversation.mode, conversation.output) if conversation.output else "no answer"), file=sys.stderr)
-
-
-def summary(mode: str, output: Any) -> str:
-    """One line about the one row of an output."""
-    return (
-        f"{mode}: {output.num_new_tokens[0]} tokens in {output.nfe[0]} forwards "
-        f"({output.nfe_prefill[0]} prefill), TPF {output.tokens_per_forward[0]:.2f} decode, "
-        f"{output.tokens_per_forward_end_to_end[0]:.2f} end to end, {output.seconds[0]:.2f} s, {output.finish_reasons[0]}"
-    )
+    said = summary(conversation.mode, conversation.output) if conversation.output else "no answer"
+    print(stopped + said, file=sys.stderr)
 
 
 def read_lines() -> Iterator[str]:
@@ -291,36 +287,3 @@ def talk(conversation: Conversation, images: Sequence[Image], lines: Iterator[st
                 waiting.clear()
         except (ValueError, OSError, RuntimeError) as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
-
-
-def compare(conversation: Conversation, modes: Sequence[str], question: str, images: Sequence[Image]) -> None:
-    """Print the answer of every mode, once where they agree, and a table."""
-    inputs = conversation.inputs(conversation.user_turn(question, images))
-    generate, prompt = conversation.model.generate, inputs["input_ids"].shape[1]
-    # Whoever comes first would pay for the first touch of weights and buffers.
-    generate(**inputs, **conversation.mode_options("ar") | {"max_new_tokens": 1})
-    rows = [("mode", "tokens", "forwards", "TPF decode", "TPF end to end", "seconds", "tokens/s", f"same as {modes[0]}")]
-    first: list[int] | None = None
-    for mode in modes:
-        output = generate(**inputs, **conversation.mode_options(mode))
-        ids = output.sequences[0, prompt:].tolist()
-        first = ids if first is None else first
-        text = conversation.processor.decode(ids, skip_special_tokens=True)
-        print(f"{mode}:\n{text}\n" if mode == modes[0] or ids != first else f"{mode}: the same text\n", flush=True)
-        tokens, seconds = output.num_new_tokens[0], output.seconds[0]
-        rows.append((
-            mode, str(tokens), str(output.nfe[0]), f"{output.tokens_per_forward[0]:.2f}",
-            f"{output.tokens_per_forward_end_to_end[0]:.2f}", f"{seconds:.2f}", f"{tokens / max(seconds, 1e-9):.0f}",
-            "" if mode == modes[0] else "yes" if ids == first else "no",
-        ))  # fmt: skip
-    print(table(rows))
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, the first flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])

@@ -99,6 +99,17 @@ class TriModeImageProcessor(BaseImageProcessor):
         """Return (rows, columns) of image tokens for an image of any size."""
         return token_grid(*self.model_size(height, width), cell=self.cell)
 
+    def configured(self, **options: Any) -> TriModeImageProcessor:
+        """Return an image processor with some settings replaced; itself without any.
+
+        Raises:
+            ValueError: a setting is unknown.
+        """
+        unknown = sorted(set(options) - set(self.valid_kwargs.__annotations__))
+        if unknown:
+            raise ValueError(f"unknown image options: {', '.join(unknown)}")
+        return type(self)(**{**self.to_dict(), **options}) if options else self
+
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **kwargs: Any) -> BatchFeature:
         """Return pixel_values [n, 3, max height, max width] and image_sizes [n, 2] (height, width), in order.
 
@@ -107,7 +118,7 @@ class TriModeImageProcessor(BaseImageProcessor):
             **kwargs: settings of this class, for this call only.
         """
         if kwargs:
-            return type(self)(**{**self.to_dict(), **_known(kwargs)}).preprocess(images, return_tensors)
+            return self.configured(**kwargs).preprocess(images, return_tensors)
         opened = [self.open(image) for image in flatten_images(images)]
         if not opened:
             raise ValueError("no images were given to the image processor")
@@ -134,10 +145,3 @@ def flatten_images(images: Any) -> list[Any]:
     if isinstance(images, (list, tuple)):
         return [source for nested in images for source in flatten_images(nested)]
     return [images]
-
-
-def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
-    unknown = set(kwargs) - set(TriModeImageKwargs.__annotations__) - set(ImagesKwargs.__annotations__)
-    if unknown:
-        raise ValueError(f"unknown image options: {', '.join(sorted(unknown))}")
-    return kwargs

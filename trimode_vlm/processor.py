@@ -16,6 +16,7 @@ from trimode_vlm.control_tokens import ControlEncoder
 from trimode_vlm.detokenizer import IncrementalDetokenizer
 from trimode_vlm.image_processor import TriModeImageProcessor, flatten_images
 from trimode_vlm.image_tokens import IMAGE_LAYOUTS, ImageLayout, expand_images, pad_rows, truncate
+from trimode_vlm.vision.images import token_grid
 
 __all__ = ["IMAGE_LAYOUTS", "IncrementalDetokenizer", "TriModeImageProcessor", "TriModeProcessor"]
 
@@ -199,7 +200,8 @@ class TriModeProcessor(ProcessorMixin):
         ids, answers = chat.encode_with_answers()
         images = [self.image_processor.open(source) for source in _fill(chat.sources, [])]
         sizes = [self.image_processor.model_size(image.height, image.width) for image in images]
-        ids, image_spans, (mask,) = self._expand(ids, sizes, [_mask_of(len(ids), answers)])
+        grids = [self.image_processor.token_grid(image.height, image.width) for image in images]
+        ids, image_spans, (mask,) = expand_images(ids, grids, self.layout, [_mask_of(len(ids), answers)])
         return {
             "input_ids": ids,
             "loss_mask": mask,
@@ -233,12 +235,6 @@ class TriModeProcessor(ProcessorMixin):
 
     # --- details --------------------------------------------------------------------------------------------------
 
-    def _expand(
-        self, ids: list[int], sizes: list[tuple[int, int]], parallel: list[list[bool]]
-    ) -> tuple[list[int], list[tuple[int, int]], list[list[bool]]]:
-        grids = [self.image_processor.token_grid(*size) for size in sizes]
-        return expand_images(ids, grids, self.layout, parallel)
-
     def _finish(
         self, rows: list[list[int]], sources: list[Any], options: dict[str, Any], image_options: dict[str, Any],
         masks: list[list[bool]] | None = None,
@@ -250,15 +246,16 @@ class TriModeProcessor(ProcessorMixin):
                 raise ValueError(f"received {len(sources)} images, but this checkpoint reads text only")
             raise ValueError(f"found {sum(needed)} image placeholders but received {len(sources)} images")
         data: dict[str, Any] = {}
+        image_processor = self.image_processor.configured(**image_options)
         if sources:
-            data = dict(self.image_processor(sources, return_tensors=None, **image_options))
-        sizes = [tuple(size) for size in data.get("image_sizes", [])]
+            data = dict(image_processor(sources, return_tensors=None))
+        grids = [token_grid(*size, cell=image_processor.cell) for size in data.get("image_sizes", [])]
         parallel = masks or [[False] * len(row) for row in rows]
         limit = options.get("max_length") if options.get("truncation") else None
         side = options.get("truncation_side", self.tokenizer.truncation_side)
         out_rows, out_masks, used = [], [], 0
         for row, mask, count in zip(rows, parallel, needed, strict=True):
-            row, spans, (mask,) = self._expand(row, sizes[used : used + count], [mask])
+            row, spans, (mask,) = expand_images(row, grids[used : used + count], self.layout, [mask])
             used += count
             start, stop = truncate(len(row), limit, spans, side)
             if any(first < start or last > stop for first, last in spans):

@@ -1,0 +1,179 @@
+"""Load a model of any known layout, and convert between layouts.
+
+Known: our own folders (that is, the released NLD layout, text and VLM), Ministral-3, and Llama-like language models as
+starting points. Weights are streamed: while loading, memory holds the model and one tensor beside it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .draft_adapter import ADAPTER_FOLDER, find_adapter, read_adapter
+from .key_maps import EMBEDDING, HEAD, from_ours
+from .model import TriModeVLM
+from .processor_files import load_generation_config, load_processor, save_companions
+from .source_configs import read_source
+from .source_weights import SourceWeights, build, check, expected_weights, skeleton
+from .target_configs import target_config, target_name, weight_layout
+from .weight_files import ShardWriter, parse_bytes
+
+NANO = "nano"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+
+
+def load(
+    path_or_id: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    adapter: str | Path | None = None,
+    quantize: None = None,
+    mask_token_id: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+) -> tuple[TriModeVLM, Any]:
+    """Load a model, in evaluation mode, and its processor (None where the folder holds no tokenizer).
+
+    Args:
+        path_or_id: "nano" (shipped with the package), a folder, or a hub id.
+        dtype: of the weights; None: as in the file ("nano": float32). FP8 files become bfloat16.
+        device: where the weights go; None: the CPU.
+        adapter: a PEFT folder with the draft adapter, or "auto" for `linear_spec_lora/` beside the weights. It is
+            checked and attached as `model.draft_adapter`; no decoder of this version applies it.
+        quantize: must be None in this version.
+        mask_token_id: the mask of a model that has none; None: a spare special token (see spare_tokens).
+        overrides: config fields to set, for example `vision_config` to give a language model a new tower.
+        allow_missing: patterns of our weight names ("encoder.vision_tower.*") that may be missing or of another shape
+            and are then initialised at random.
+        allow_unexpected: patterns of names, ours or the file's, to leave out.
+
+    Raises:
+        ValueError: the folder cannot be found or held; weights that do not fit are listed with both shapes.
+    """
+    if quantize is not None:
+        raise ValueError(f"quantize={quantize!r} is not available in this version; leave it out")
+    wanted = parse_dtype(dtype) if dtype is not None else torch.float32 if str(path_or_id) == NANO else None
+    folder = resolve(path_or_id)
+    weights = SourceWeights(folder, read_source(folder, mask_token_id, overrides))
+    model = build(weights, wanted or weights.dtype, device or "cpu", allow_missing, allow_unexpected)
+    model.generation_config = load_generation_config(folder) or model.generation_config
+    if adapter is not None:
+        found = find_adapter(adapter, folder)
+        model.draft_adapter = read_adapter(found, model) if found else None
+    return model.eval(), load_processor(folder, model.config, weights.source.layout)
+
+
+def convert(
+    source: str | Path,
+    target_dir: str | Path,
+    to: str = "trimode",
+    dtype: str | torch.dtype | None = None,
+    overwrite: bool = False,
+    *,
+    max_shard_size: int | str = "5GB",
+    mask_token_id: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a model that `load` reads in another layout, with its tokenizer and processor; weights stay bit for bit.
+
+    Args:
+        source: as `load` takes it.
+        target_dir: the folder to make. It appears when it is complete; a failure leaves nothing behind.
+        to: "trimode" (ours), "nld" (as released: own head even where the source ties it), "ministral3" (with images
+            Mistral3ForConditionalGeneration, else a causal LM; "mistral3" means the same) or "llama".
+        dtype: of the weights; None: as in the source, FP8 as bfloat16.
+        overwrite: replace a model folder that is there.
+        max_shard_size: bytes, or as transformers writes it ("5GB").
+
+    Raises:
+        ValueError: the source cannot be loaded, the target cannot hold it, or `target_dir` must not be replaced.
+    """
+    to = target_name(to)
+    target = Path(target_dir)
+    _check_target(target, overwrite)
+    folder = resolve(source)
+    weights = SourceWeights(folder, read_source(folder, mask_token_id, overrides))
+    wanted = parse_dtype(dtype) if dtype is not None else weights.dtype
+    config = target_config(weights.config, to, wanted)
+    expected = expected_weights(skeleton(weights.config), weights.is_tied)
+    check(weights, expected)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        made.mkdir()
+        layout = weight_layout(to, weights.config)
+        writer = ShardWriter(made, parse_bytes(max_shard_size))
+        for name in expected:
+            writer.add(from_ours(name, layout), weights.read(name, wanted))
+        if weights.is_tied and not config.tie_word_embeddings:
+            writer.add(from_ours(HEAD, layout), weights.read(EMBEDDING, wanted))
+        writer.close()
+        config.save_pretrained(made)
+        save_companions(folder, made, weights.config, weights.source.layout, to)
+        if layout == "trimode" and (folder / ADAPTER_FOLDER / "adapter_config.json").is_file():
+            shutil.copytree(folder / ADAPTER_FOLDER, made / ADAPTER_FOLDER)
+        if target.exists():
+            target.rename(Path(scratch) / "replaced")
+        made.rename(target)
+    return target
+
+
+def resolve(path_or_id: str | Path) -> Path:
+    """The local folder of a model: "nano", a folder, or a hub id, which is downloaded (no code, no pickles).
+
+    Raises:
+        ValueError: no such folder, and no hub model that can be reached.
+    """
+    if str(path_or_id) == NANO:
+        return Path(__file__).resolve().parent / NANO
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{folder} is a file; give the folder that holds config.json")
+    if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(path_or_id):
+        raise ValueError(f"no folder {str(path_or_id)!r} (and a hub id has the form owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        # Whatever the client raises (offline, not found, gated, no route), the user needs the same one line.
+        raise ValueError(
+            f"no folder {path_or_id!r}, and the hub model of that name cannot be fetched ({type(error).__name__}); "
+            "check the name and the connection, or download it first and give its folder"
+        ) from error
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A floating dtype by torch's name ("bfloat16", "bf16", "torch.float32").
+
+    Raises:
+        ValueError: not a dtype that weights can have.
+    """
+    short = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "float": "float32"}
+    names = ("float32", "bfloat16", "float16", "float64")
+    name = str(dtype).removeprefix("torch.")
+    name = short.get(name, name)
+    if name not in names:
+        raise ValueError(f"dtype {str(dtype)!r} is not one of {', '.join(names)}")
+    return getattr(torch, name)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    """Write to an absent or empty folder, or with `overwrite` over a model: never over a home folder."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"{target} exists; choose another folder or overwrite it")
+    if not (target / "config.json").is_file():
+        raise ValueError(f"{target} is not a model folder (no config.json), so it is not overwritten")

@@ -1,0 +1,91 @@
+"""The draft adapter on disk: a PEFT LoRA folder for the o_proj layers, read and checked. Nothing runs it here yet.
+
+Source of the layout: facts about the released `linear_spec_lora/` folders, keys
+`base_model.model.encoder.layers.{i}.self_attn.o_proj.lora_{A,B}.weight`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from .weight_files import PICKLE_PATTERNS, StoredTensor, is_match, read, scan_file
+
+ADAPTER_FOLDER = "linear_spec_lora"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class DraftAdapter:
+    """LoRA factors by module name: output += scale * B(A(x)), A [rank, in], B [out, rank]."""
+
+    folder: Path
+    rank: int
+    scale: float
+    factors: dict[str, tuple[Tensor, Tensor]]
+
+
+def find_adapter(adapter: str | Path, model_folder: Path) -> Path | None:
+    """The adapter's folder. "auto": `linear_spec_lora/` beside the weights, None where there is none.
+
+    Raises:
+        ValueError: a folder was named and is not an adapter.
+    """
+    if adapter == "auto":
+        beside = model_folder / ADAPTER_FOLDER
+        return beside if (beside / "adapter_config.json").is_file() else None
+    folder = Path(adapter)
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{folder}: no adapter_config.json, so this is not a PEFT adapter folder")
+    return folder
+
+
+def read_adapter(folder: Path, model: nn.Module) -> DraftAdapter:
+    """Read a LoRA folder and check every factor against the model's layers.
+
+    Raises:
+        ValueError: not a plain LoRA, pickled weights, or factors that match no layer or do not fit it (all listed).
+    """
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("bias", "none") != "none":
+        raise ValueError(f"{folder}: only plain LoRA without DoRA and biases can be a draft adapter")
+    for option in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+        if config.get(option):
+            raise ValueError(f"{folder}: {option} is not supported in a draft adapter")
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        hint = "; pickled adapters are never opened" if is_match(folder, PICKLE_PATTERNS) else ""
+        raise ValueError(f"{folder}: no adapter_model.safetensors{hint}")
+    rank = int(config["r"])
+    pairs, problems = _pairs({t.name: t for t in scan_file(path)}, rank, model)
+    if problems or not pairs:
+        listing = "\n  ".join(problems) or "it holds no LoRA factors"
+        raise ValueError(f"{folder}: the adapter does not fit the model:\n  {listing}")
+    alpha = float(config.get("lora_alpha", rank))
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    factors = {name: (read(a), read(b)) for name, (a, b) in pairs.items()}
+    return DraftAdapter(folder, rank, scale, factors)
+
+
+def _pairs(
+    stored: dict[str, StoredTensor], rank: int, model: nn.Module
+) -> tuple[dict[str, tuple[StoredTensor, StoredTensor]], list[str]]:
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    pairs, problems = {}, []
+    modules = sorted({name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0] for name in stored})
+    for name in modules:
+        a, b = (stored.get(f"{_PREFIX}{name}.lora_{factor}.weight") for factor in "AB")
+        if a is None or b is None or name not in linears:
+            problems.append(f"{name}: " + ("no such layer" if name not in linears else "lora_A or lora_B is missing"))
+            continue
+        layer = linears[name]
+        expected = (rank, layer.in_features), (layer.out_features, rank)
+        if (a.shape, b.shape) != expected:
+            problems.append(f"{name}: lora_A {list(a.shape)} and lora_B {list(b.shape)}, "
+                            f"expected {list(expected[0])} and {list(expected[1])}")
+        pairs[name] = a, b
+    return pairs, problems

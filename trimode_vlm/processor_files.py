@@ -1,0 +1,126 @@
+"""What lies beside the weights: tokenizer, processor and generation settings, read from and written for any layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+from .config import TriModeConfig
+from .decoders import MODE_OPTIONS
+from .generation_config import SHARED_OPTIONS, TriModeGenerationConfig
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json",
+)
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_LICENCE_PATTERNS = ("LICENSE*", "NOTICE*")
+# What every transformers model understands; our own options would make other tools warn.
+_COMMON_OPTIONS = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_p", "top_k",
+                   "max_new_tokens")
+
+
+def load_processor(folder: Path, config: TriModeConfig, layout: str) -> Any:
+    """The folder's TriModeProcessor, or one built around its tokenizer; None where there is no tokenizer.
+
+    A Ministral-3 folder keeps its own image layout and resize rule (PixtralProcessor's), a released NLD folder gets the
+    released ones, a language model the tokens that its config names.
+    """
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tekken.json")):
+        return None
+    from .processor import TriModeImageProcessor, TriModeProcessor
+
+    if _has_own_processor(folder):
+        return TriModeProcessor.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = {f"{part}_token": _token(tokenizer, getattr(config, f"{part}_token_id")) for part in (
+        "image", "image_start", "image_break", "image_end")}
+    if config.vision_config is None or names["image_token"] is None:
+        names = {}
+    settings = _image_settings(folder) if layout == "mistral3" else {}
+    if config.vision_config is not None:
+        settings |= {"patch_size": config.vision_config.patch_size, "spatial_merge_size": config.spatial_merge_size}
+        if layout == "mistral3":
+            settings.setdefault("size", {"longest_edge": config.vision_config.image_size})
+    return TriModeProcessor(
+        TriModeImageProcessor(**settings), tokenizer, **names, mask_token=_token(tokenizer, config.mask_token_id)
+    )
+
+
+def load_generation_config(folder: Path) -> TriModeGenerationConfig | None:
+    """The folder's generation settings, without those of other libraries that no decoder here takes."""
+    known = SHARED_OPTIONS.union(*MODE_OPTIONS.values())
+    settings = {k: v for k, v in _read(folder / "generation_config.json").items() if k in known and v is not None}
+    return TriModeGenerationConfig(**settings) if settings else None
+
+
+def save_companions(folder: Path, target: Path, config: TriModeConfig, layout: str, to: str) -> None:
+    """Write tokenizer, processor, generation settings and licence of a source folder into a converted one."""
+    ours = to in ("trimode", "nld")
+    keeps_processor = ours and _has_own_processor(folder)
+    names = [*_TOKENIZER_FILES, *(_PROCESSOR_FILES if keeps_processor else ())]
+    for path in [folder / name for name in names] + [p for pattern in _LICENCE_PATTERNS for p in folder.glob(pattern)]:
+        if path.is_file():
+            shutil.copyfile(path, target / path.name)
+    settings = _read(folder / "generation_config.json")
+    if not ours:
+        settings = {k: v for k, v in settings.items() if k in _COMMON_OPTIONS}
+    if settings:
+        (target / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    processor = None if keeps_processor else load_processor(folder, config, layout)
+    if processor is None:
+        return
+    if ours:
+        processor.save_pretrained(target)
+    elif config.vision_config is not None:
+        _save_pixtral_processor(processor, target)
+
+
+def _save_pixtral_processor(processor: Any, target: Path) -> None:
+    """transformers' processor for Ministral-3, where it can say the same image layout."""
+    if processor.layout is None or processor.image_start_token or not processor.image_end_token:
+        warnings.warn(
+            "no processor was written: a PixtralProcessor cannot hold this image layout (it has no start token)",
+            stacklevel=4,
+        )
+        return
+    from transformers import PixtralImageProcessor, PixtralProcessor
+
+    images = processor.image_processor
+    image_processor = PixtralImageProcessor(
+        size=dict(images.size), patch_size={"height": images.patch_size, "width": images.patch_size},
+        image_mean=images.image_mean, image_std=images.image_std,
+    )
+    PixtralProcessor(
+        image_processor, processor.tokenizer, patch_size=images.patch_size,
+        spatial_merge_size=images.spatial_merge_size, chat_template=processor.chat_template,
+        image_token=processor.image_token, image_break_token=processor.image_break_token,
+        image_end_token=processor.image_end_token,
+    ).save_pretrained(target)
+
+
+def _has_own_processor(folder: Path) -> bool:
+    return _read(folder / "processor_config.json").get("processor_class") == "TriModeProcessor"
+
+
+def _image_settings(folder: Path) -> dict[str, Any]:
+    """Size cap and normalisation of a PixtralProcessor, from the file of either transformers generation."""
+    nested = _read(folder / "processor_config.json").get("image_processor") or {}
+    stored = {**_read(folder / "preprocessor_config.json"), **nested}
+    settings = {name: stored[name] for name in ("image_mean", "image_std", "rescale_factor") if stored.get(name)}
+    if "longest_edge" in (stored.get("size") or {}):
+        settings["size"] = {"longest_edge": stored["size"]["longest_edge"]}
+    return settings | {"resize_rule": "pixtral"}
+
+
+def _token(tokenizer: Any, token_id: int | None) -> str | None:
+    return None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

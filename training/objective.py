@@ -117,7 +117,9 @@ def _weighted_cross_entropy(
     term = is_noisy.long()
 
     def one_chunk(h: Tensor, y: Tensor, w: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(h).float()
+        logits = head(h)
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
         losses = F.cross_entropy(logits, y, reduction="none") * w
         hits = (logits.detach().argmax(-1) == y).float()
         return losses.new_zeros(2).index_add(0, k, losses), hits.new_zeros(2).index_add(0, k, hits)

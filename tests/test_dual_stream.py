@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from training_cases import MIXED, noise_settings, sample, tiny_model
+from training_cases import EOS, MASK, MIXED, noise_settings, sample, tiny_model
 
 from trimode_vlm import patterns
 from trimode_vlm.training.collate import collate, lay_out
 from trimode_vlm.training.corruption import noise_generator
-from trimode_vlm.training.dual_stream import IGNORE, assign_blocks, build_dual_stream, pack, response_runs
+from trimode_vlm.training.dual_stream import IGNORE, assign_blocks, build_dual_stream, cut_blocks, pack, response_runs
 
 
 def forward(model, batch):
@@ -41,7 +41,9 @@ def test_random_offset_shortens_the_first_block_only():
 
 def test_several_block_lengths_are_sampled_per_sample():
     loss_mask = torch.ones(64, dtype=torch.bool)
-    sizes = {int((assign_blocks(loss_mask, (4, 16), generator=noise_generator(0, 0, i))[0] == 0).sum()) for i in range(20)}
+    sizes = {
+        int((assign_blocks(loss_mask, (4, 16), generator=noise_generator(0, 0, i))[0] == 0).sum()) for i in range(20)
+    }
     assert sizes == {4, 16}
 
 
@@ -90,9 +92,8 @@ def test_lengths_positions_and_targets():
 def test_one_block_without_noise_is_plain_causal_and_plain_bidirectional():
     model, s = tiny_model(), sample(0, ((5, 9),))
     ids, loss_mask = torch.tensor(s.input_ids), torch.tensor(s.loss_mask)
-    block_id, block_start = assign_blocks(loss_mask, 64)
     none = torch.zeros_like(loss_mask)
-    row = build_dual_stream(ids, loss_mask, ids, none, torch.ones(len(ids)), block_id, block_start)
+    row = build_dual_stream(ids, loss_mask, cut_blocks(ids, loss_mask, 64), ids, none, torch.ones(len(ids)))
     with torch.no_grad():
         logits = forward(model, collate([s], [row]))[0]
         causal = model(input_ids=ids[None]).logits[0]
@@ -115,6 +116,39 @@ def test_alone_equals_in_a_padded_batch_and_in_a_pack():
     for number, logits in enumerate(alone):
         assert torch.allclose(padded[number, : len(logits)], logits, atol=1e-5)
     assert torch.allclose(packed, torch.cat(alone), atol=1e-5)
+
+
+@pytest.mark.parametrize("noisy_stream", ["response", "text"])
+@pytest.mark.parametrize("block_offset", ["response", "random"])
+def test_response_padding_fills_the_last_block_of_every_response_in_the_noisy_half_only(noisy_stream, block_offset):
+    s = MIXED[1]
+    options = {"block_length": 8, "block_offset": block_offset, "noisy_stream": noisy_stream, "end_token_id": EOS}
+    plain = lay_out(s, noise_settings(**options))
+    padded = lay_out(s, noise_settings(**options, response_padding="block", full_block_fraction=1.0))
+    assert torch.equal(plain.target[~plain.is_noisy], padded.target[~padded.is_noisy]), "one end token in the AR loss"
+    assert torch.equal(plain.input_ids[~plain.is_noisy], padded.input_ids[~padded.is_noisy])
+    extra = padded.source < 0
+    assert (
+        padded.is_noisy[extra].all() and (padded.input_ids[extra] == MASK).all() and (padded.target[extra] == EOS).all()
+    )
+    for start, end in response_runs(torch.tensor(s.loss_mask)):
+        last = (
+            padded.is_noisy & (padded.block_start >= start) & (padded.position >= end - 1) & (padded.position < end + 8)
+        )
+        block = padded.is_noisy & (padded.block_id == padded.block_id[last][0])
+        begin = int(padded.block_start[last][0])
+        assert padded.position[block].tolist() == list(range(begin, begin + 8)), "a whole block, without a gap"
+        assert (padded.source[block] < 0).sum() == 8 - (end - begin)
+
+
+def test_response_padding_changes_no_other_logit_of_the_clean_half():
+    model, s = tiny_model(), MIXED[1]
+    plain, padded = (
+        lay_out(s, noise_settings(block_length=8, end_token_id=EOS, response_padding=p)) for p in ("none", "block")
+    )
+    with torch.no_grad():
+        a, b = (forward(model, collate([s], [row]))[0][~row.is_noisy] for row in (plain, padded))
+    assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_image_in_a_response_is_refused():

@@ -11,7 +11,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trimode_vlm.training.corruption import corrupt, noise_generator
 from trimode_vlm.training.data import Encoded
-from trimode_vlm.training.dual_stream import IGNORE, DualStream, assign_blocks, build_dual_stream
+from trimode_vlm.training.dual_stream import (
+    IGNORE,
+    RESPONSE_PADDINGS,
+    DualStream,
+    build_dual_stream,
+    cut_blocks,
+    sample_block_length,
+)
 from trimode_vlm.training.objective import Counts, count
 
 
@@ -21,11 +28,13 @@ class NoiseSettings:
 
     mask_token_id: int
     vision_token_ids: tuple[int, ...] = ()
+    end_token_id: int | None = None
     seed: int = 0
     dual: bool = True
     block_length: int | tuple[int, ...] = 32
     block_offset: str = "response"
     noisy_stream: str = "response"
+    response_padding: str = "none"
     noise: str = "sequence"
     eps: float = 1e-3
     full_block_fraction: float = 0.0
@@ -72,30 +81,33 @@ def lay_out(sample: Encoded, noise: NoiseSettings) -> DualStream:
     is_vision = torch.isin(input_ids, torch.tensor(noise.vision_token_ids, dtype=torch.long))
     if bool((loss_mask & is_vision).any()):
         raise ValueError(f"sample {sample.sample_id}: an image token lies inside a supervised span")
-    blocks = noise_generator(noise.seed, sample.epoch, sample.sample_id, "blocks")
-    block_id, block_start = assign_blocks(loss_mask, noise.block_length, noise.block_offset, blocks)
+    if noise.response_padding not in RESPONSE_PADDINGS:
+        raise ValueError(f"response_padding must be one of {RESPONSE_PADDINGS}, got {noise.response_padding!r}")
+    generator = noise_generator(noise.seed, sample.epoch, sample.sample_id, "blocks")
+    block_length = sample_block_length(noise.block_length, generator)
+    padding_id = noise.end_token_id if noise.response_padding == "block" else None
+    blocks = cut_blocks(input_ids, loss_mask, block_length, noise.block_offset, generator, padding_id)
     noisy_input_ids, noise_mask, p_mask = corrupt(
-        input_ids,
-        loss_mask,
+        blocks.token_ids,
+        blocks.loss_mask,
         noise_generator(noise.seed, sample.epoch, sample.sample_id),
         noise.mask_token_id,
         noise.eps,
         noise.noise,
-        block_id,
+        blocks.block_id,
         noise.full_block_fraction,
         noise.clean_first_fraction,
     )
     return build_dual_stream(
         input_ids,
         loss_mask,
+        blocks,
         noisy_input_ids,
         noise_mask,
         p_mask,
-        block_id,
-        block_start,
         is_vision=is_vision,
         noisy_stream=noise.noisy_stream,
-        block_length=noise.block_length if isinstance(noise.block_length, int) else max(noise.block_length),
+        block_length=block_length,
     )
 
 

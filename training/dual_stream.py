@@ -11,6 +11,7 @@ from torch import Tensor
 IGNORE = -100
 NOISY_STREAMS = ("response", "text")
 BLOCK_OFFSETS = ("response", "random")
+RESPONSE_PADDINGS = ("none", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class DualStream:
     position: the token's place in its clean document, kept by noisy tokens (so gaps appear where images were).
     block_start: position of the first token of the block (noisy) or the token's own position (clean).
     block_id: number of the block within its document (noisy), -1 (clean).
-    source: index of the token in the clean half. target: the label, IGNORE where there is none: the next token for a
+    source: index of the token in the clean half (-1: padding behind a response). target: the label, IGNORE where there is none: the next token for a
     clean token, the own token for a masked one. p_mask: masking probability of a masked token, else 1.
     """
 
@@ -41,6 +42,18 @@ def response_runs(loss_mask: Tensor) -> list[tuple[int, int]]:
     return list(zip(torch.where(edges == 1)[0].tolist(), torch.where(edges == -1)[0].tolist(), strict=True))
 
 
+def sample_block_length(block_length: int | Sequence[int], generator: torch.Generator | None = None) -> int:
+    """One of several block lengths, drawn uniformly; a single one takes no random number."""
+    lengths = [block_length] if isinstance(block_length, int) else list(block_length)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"block_length must be at least 1, got {block_length}")
+    if len(lengths) == 1:
+        return lengths[0]
+    if generator is None:
+        raise ValueError("a generator is needed for several block lengths")
+    return lengths[int(torch.randint(len(lengths), (), generator=generator))]
+
+
 def assign_blocks(
     loss_mask: Tensor,
     block_length: int | Sequence[int],
@@ -55,21 +68,14 @@ def assign_blocks(
     """
     if block_offset not in BLOCK_OFFSETS:
         raise ValueError(f"block_offset must be one of {BLOCK_OFFSETS}, got {block_offset!r}")
-    lengths = [block_length] if isinstance(block_length, int) else list(block_length)
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"block_length must be at least 1, got {block_length}")
-    if generator is None and (block_offset == "random" or len(lengths) > 1):
-        raise ValueError("a generator is needed for block_offset='random' and for several block lengths")
-
-    def draw(high: int) -> int:
-        return int(torch.randint(high, (), generator=generator))
-
-    length = lengths[draw(len(lengths))] if len(lengths) > 1 else lengths[0]
+    if generator is None and block_offset == "random":
+        raise ValueError("a generator is needed for block_offset='random'")
+    length = sample_block_length(block_length, generator)
     block_id = torch.full(loss_mask.shape, -1, dtype=torch.long)
     block_start = torch.full(loss_mask.shape, -1, dtype=torch.long)
     next_block = 0
     for start, end in response_runs(loss_mask):
-        shift = draw(length) if block_offset == "random" else 0
+        shift = int(torch.randint(length, (), generator=generator)) if block_offset == "random" else 0
         local_block = (torch.arange(end - start) + shift) // length
         block_id[start:end] = next_block + local_block
         block_start[start:end] = start + (local_block * length - shift).clamp(min=0)
@@ -77,21 +83,78 @@ def assign_blocks(
     return block_id, block_start
 
 
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """The tokens that a noisy half is cut from, [T'] each: the sample's own, and padding behind its responses.
+
+    token_ids: what a masked position is to be; loss_mask: True where a token may be masked; position: its place in the
+    clean sequence, or where it would stand there (padding); block_id and block_start: see DualStream, -1 outside.
+    source: index of the token in the clean half, -1 for padding.
+    """
+
+    token_ids: Tensor
+    loss_mask: Tensor
+    position: Tensor
+    block_id: Tensor
+    block_start: Tensor
+    source: Tensor
+
+
+def cut_blocks(
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    block_length: int,
+    block_offset: str = "response",
+    generator: torch.Generator | None = None,
+    padding_id: int | None = None,
+) -> Blocks:
+    """Blocks of a sample (see assign_blocks); with a padding id, the last block of every response is filled up with it.
+
+    A decoder always denoises whole blocks, so the positions behind an answer's end are masks there too. Padding (with
+    the end token) teaches them; it stands in the noisy half only, and the AR loss keeps its one end token.
+    """
+    block_id, block_start = assign_blocks(loss_mask, block_length, block_offset, generator)
+    position = torch.arange(input_ids.shape[0])
+    if padding_id is None:
+        return Blocks(token_ids=input_ids, loss_mask=loss_mask, position=position, block_id=block_id,
+                      block_start=block_start, source=position)  # fmt: skip
+    index, places, padded = [], [], []
+    done = 0
+    for _, end in response_runs(loss_mask):
+        missing = block_length - (end - int(block_start[end - 1]))
+        # A block shortened by a random offset is still followed by masks up to a whole block when it is the last one.
+        index += [torch.arange(done, end), torch.full((missing,), end - 1)]
+        places += [torch.arange(done, end), torch.arange(end, end + missing)]
+        padded += [torch.zeros(end - done, dtype=torch.bool), torch.ones(missing, dtype=torch.bool)]
+        done = end
+    rest = torch.arange(done, input_ids.shape[0])
+    take, is_padding = torch.cat([*index, rest]), torch.cat([*padded, torch.zeros(len(rest), dtype=torch.bool)])
+    return Blocks(
+        token_ids=torch.where(is_padding, padding_id, input_ids[take]),
+        loss_mask=loss_mask[take],
+        position=torch.cat([*places, rest]),
+        block_id=block_id[take],
+        block_start=block_start[take],
+        source=torch.where(is_padding, -1, take),
+    )
+
+
 def build_dual_stream(
     input_ids: Tensor,
     loss_mask: Tensor,
+    blocks: Blocks | None = None,
     noisy_input_ids: Tensor | None = None,
     noise_mask: Tensor | None = None,
     p_mask: Tensor | None = None,
-    block_id: Tensor | None = None,
-    block_start: Tensor | None = None,
     *,
     is_vision: Tensor | None = None,
     noisy_stream: str = "response",
     block_length: int = 32,
     document: int = 0,
 ) -> DualStream:
-    """Lay out one sample (all inputs [T]) as [noisy | clean]; without noisy_input_ids the clean half alone (AR only).
+    """Lay out one sample as [noisy | clean]; without `blocks` the clean half alone (AR only).
+
+    input_ids, loss_mask: [T]. noisy_input_ids, noise_mask, p_mask: [T'], the corruption of blocks.token_ids.
 
     noisy_stream="response": the noisy half holds the response tokens, L_resp + L in all. "text": every token that is no
     vision token (the paper's L_text + L); prompt tokens stand there unmasked, in blocks of block_length that end
@@ -106,23 +169,27 @@ def build_dual_stream(
     next_target[:-1] = torch.where(loss_mask[1:], input_ids[1:], IGNORE)
     ones, minus = torch.ones(num_tokens), torch.full_like(input_ids, -1)
     clean = (input_ids, position, position, minus, torch.zeros(num_tokens, dtype=torch.bool), next_target, ones)
-    if noisy_input_ids is None:
+    if blocks is None:
         return _row([clean], [position], document)
-    assert noise_mask is not None and p_mask is not None and block_id is not None and block_start is not None
-    keep = loss_mask
+    assert noisy_input_ids is not None and noise_mask is not None and p_mask is not None
+    keep, block_id, block_start = blocks.loss_mask, blocks.block_id, blocks.block_start
     if noisy_stream == "text":
-        keep = ~is_vision if is_vision is not None else torch.ones_like(loss_mask)
-        prompt_id, prompt_start = assign_blocks(keep & ~loss_mask, block_length)
+        # A padding token is no vision token; its source stands for the last token of its response.
+        is_text = torch.ones_like(loss_mask) if is_vision is None else ~is_vision
+        keep = is_text[blocks.source] | blocks.loss_mask
+        prompt_id, prompt_start = assign_blocks(is_text & ~loss_mask, block_length)
         first_free = int(block_id.max()) + 1
-        block_id = torch.where(loss_mask, block_id, prompt_id + first_free)
-        block_start = torch.where(loss_mask, block_start, prompt_start)
-    own_target = torch.where(noise_mask, input_ids, IGNORE)
-    noisy = (noisy_input_ids, position, block_start, block_id, torch.ones_like(keep), own_target, p_mask)
-    return _row([tuple(part[keep] for part in noisy), clean], [position[keep], position], document)
+        block_id = torch.where(blocks.loss_mask, block_id, prompt_id[blocks.source] + first_free)
+        block_start = torch.where(blocks.loss_mask, block_start, prompt_start[blocks.source])
+    own_target = torch.where(noise_mask, blocks.token_ids, IGNORE)
+    noisy = (noisy_input_ids, blocks.position, block_start, block_id, torch.ones_like(keep), own_target, p_mask)
+    return _row([tuple(part[keep] for part in noisy), clean], [blocks.source[keep], position], document)
 
 
 def _row(halves: list[tuple[Tensor, ...]], sources: list[Tensor], document: int) -> DualStream:
-    ids, position, block_start, block_id, is_noisy, target, p_mask = (torch.cat(parts) for parts in zip(*halves, strict=True))
+    ids, position, block_start, block_id, is_noisy, target, p_mask = (
+        torch.cat(parts) for parts in zip(*halves, strict=True)
+    )
     return DualStream(
         input_ids=ids,
         position=position,
@@ -141,7 +208,7 @@ def pack(rows: Sequence[DualStream]) -> DualStream:
     documents, sources, num_clean = [], [], 0
     for number, row in enumerate(rows):
         documents.append(torch.full_like(row.document, number))
-        sources.append(row.source + num_clean)
+        sources.append(torch.where(row.source >= 0, row.source + num_clean, -1))
         num_clean += int((~row.is_noisy).sum())
     names = ("input_ids", "position", "block_start", "block_id", "is_noisy", "target", "p_mask")
     joined = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}

@@ -39,6 +39,7 @@ class TrainSettings:
     block_length: int | tuple[int, ...] = 32
     block_offset: str = "response"
     noisy_stream: str = "response"
+    response_padding: str = "none"
     noise: str = "sequence"
     eps: float = 1e-3
     full_block_fraction: float = 0.0
@@ -60,16 +61,20 @@ class TrainSettings:
     checkpoint_minutes: float = 5.0
     keep_checkpoints: int = 2
 
-    def noise_settings(self, mask_token_id: int, vision_token_ids: tuple[int, ...]) -> NoiseSettings:
+    def noise_settings(
+        self, mask_token_id: int, vision_token_ids: tuple[int, ...], end_token_id: int | None = None
+    ) -> NoiseSettings:
         """The part that decides a sample's blocks and noise; alpha 0 leaves the noisy half out."""
         return NoiseSettings(
             mask_token_id=mask_token_id,
             vision_token_ids=vision_token_ids,
+            end_token_id=end_token_id,
             seed=self.seed,
             dual=self.alpha > 0,
             block_length=self.block_length,
             block_offset=self.block_offset,
             noisy_stream=self.noisy_stream,
+            response_padding=self.response_padding,
             noise=self.noise,
             eps=self.eps,
             full_block_fraction=self.full_block_fraction,
@@ -81,20 +86,35 @@ class Trainer:
     """Trains `model` on `source` in `folder`; `fit` resumes from the newest whole checkpoint there."""
 
     def __init__(
-        self, model: nn.Module, source: Source, settings: TrainSettings, folder: Path, ranks: Ranks | None = None,
+        self,
+        model: nn.Module,
+        source: Source,
+        settings: TrainSettings,
+        folder: Path,
+        ranks: Ranks | None = None,
         name: str = "train",
     ) -> None:
         self.model, self.source, self.settings, self.folder = model, source, settings, Path(folder)
         self.ranks, self.name = ranks or Ranks(), name
         config: Any = model.config
         vision_ids = (
-            config.image_token_id, config.image_start_token_id, config.image_break_token_id, config.image_end_token_id
+            config.image_token_id,
+            config.image_start_token_id,
+            config.image_break_token_id,
+            config.image_end_token_id,
         )
         ids = () if config.vision_config is None else tuple(i for i in vision_ids if i is not None)
-        self.noise = settings.noise_settings(config.mask_token_id, ids)
+        end_token_id = config.eos_token_id
+        if isinstance(end_token_id, list):
+            end_token_id = end_token_id[0]
+        self.noise = settings.noise_settings(config.mask_token_id, ids, end_token_id)
         self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.optimizers = make_optimizers(
-            self.named, settings.optimizer, settings.lr, settings.weight_decay, tuple(settings.betas)  # type: ignore[arg-type]
+            self.named,
+            settings.optimizer,
+            settings.lr,
+            settings.weight_decay,
+            tuple(settings.betas),  # type: ignore[arg-type]
         )
         self.step, self.elapsed_sec = 0, 0.0
         self.seconds: dict[str, float] = {}
@@ -104,7 +124,9 @@ class Trainer:
         settings = self.settings
         self._resume()
         self.model.train()
-        bar = tqdm(total=settings.steps, initial=self.step, desc=self.name, disable=not self.ranks.is_main, mininterval=5)
+        bar = tqdm(
+            total=settings.steps, initial=self.step, desc=self.name, disable=not self.ranks.is_main, mininterval=5
+        )
         saved_at = time.monotonic()
         metrics: dict[str, float] = {}
         while self.progress < 1 and (until is None or self.step < until):
@@ -150,9 +172,12 @@ class Trainer:
                 self._stop_on_nan(batch.sample_ids)
             with self._timed("backward"):
                 loss.backward()
-            sums += torch.stack(
-                [terms.ar_sum, terms.diff_sum, terms.ar_correct, terms.masked_correct]
-            ).detach().double().cpu()
+            sums += (
+                torch.stack([terms.ar_sum, terms.diff_sum, terms.ar_correct, terms.masked_correct])
+                .detach()
+                .double()
+                .cpu()
+            )
         self.ranks.sum(sums)
         norm, lr = self._update(tuple(i for batch in batches for i in batch.sample_ids))
         return self._metrics(sums, counts, norm, lr, batches)
@@ -183,8 +208,15 @@ class Trainer:
         )
         hidden = model.hidden(embeds, batch.position, pattern)
         return tri_mode_terms(
-            hidden, batch.target, batch.is_noisy, batch.p_mask, batch.sequence, model.diffusion_head,
-            averaging=self.settings.averaging, weight=self.settings.weight, chunk_tokens=self.settings.chunk_tokens,
+            hidden,
+            batch.target,
+            batch.is_noisy,
+            batch.p_mask,
+            batch.sequence,
+            model.diffusion_head,
+            averaging=self.settings.averaging,
+            weight=self.settings.weight,
+            chunk_tokens=self.settings.chunk_tokens,
         )
 
     def save(self) -> None:
@@ -192,7 +224,11 @@ class Trainer:
         if self.ranks.is_main:
             state = {"step": self.step, "elapsed_sec": self.elapsed_sec, "world": self.ranks.world, "name": self.name}
             saves.write_checkpoint(
-                self.folder, self.step, dict(self.model.state_dict()), optimizer_tensors(self.optimizers), state,
+                self.folder,
+                self.step,
+                dict(self.model.state_dict()),
+                optimizer_tensors(self.optimizers),
+                state,
                 self.settings.keep_checkpoints,
             )
         self.ranks.barrier()
@@ -203,7 +239,9 @@ class Trainer:
             return
         weights, optimizer, state = found
         if state["world"] != self.ranks.world:
-            raise ValueError(f"{self.folder} was trained with {state['world']} ranks; resume with as many, not {self.ranks.world}")
+            raise ValueError(
+                f"{self.folder} was trained with {state['world']} ranks; resume with as many, not {self.ranks.world}"
+            )
         self.model.load_state_dict(weights)
         load_optimizer_tensors(self.optimizers, optimizer)
         self.step, self.elapsed_sec = state["step"], state["elapsed_sec"]
@@ -227,9 +265,7 @@ class Trainer:
                 group["lr"] = s.lr * factor
         return s.lr * factor
 
-    def _metrics(
-        self, sums: Tensor, counts: Counts, norm: float, lr: float, batches: list[Batch]
-    ) -> dict[str, float]:
+    def _metrics(self, sums: Tensor, counts: Counts, norm: float, lr: float, batches: list[Batch]) -> dict[str, float]:
         ar_sum, diff_sum, ar_correct, masked_correct = sums.tolist()
         supervised, masked = max(counts.num_supervised, 1), max(counts.num_masked, 1)
         per_term = counts.num_sequences if self.settings.averaging == "sequence" else supervised

@@ -73,7 +73,7 @@ def test_broken_exif_never_fails(exif: bytes) -> None:
 def test_the_image_processor_measures_the_upright_image() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    out = TriModeImageProcessor()(encoded(smooth(28, 84), "PNG", exif=exif))
+    out = TriModeImageProcessor().preprocess(encoded(smooth(28, 84), "PNG", exif=exif))
     assert out["image_sizes"].tolist() == [[84, 28]]
 
 
@@ -370,7 +370,7 @@ def test_settings_are_saved_and_can_be_replaced_for_one_call(tmp_path: Path) -> 
     assert out["image_sizes"].tolist() == [[28, 28]] and out["pixel_values"].min() >= 0
     assert loaded.size == {"longest_edge": 140}
     with pytest.raises(ValueError, match="longest_side"):
-        loaded(smooth(3, 3), longest_side=3)
+        loaded.preprocess(smooth(3, 3), longest_side=3)
     with pytest.raises(ValueError, match="known: nld, pixtral"):
         TriModeImageProcessor(resize_rule="ndl")
     with pytest.raises(ValueError, match="no images"):

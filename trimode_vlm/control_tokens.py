@@ -124,16 +124,20 @@ class ControlEncoder:
         names = {content: f"\U000ffffd{nonce}:{i}\U000ffffd" for i, content in enumerate(self.control)}
         self._boundary = f"\U000ffffd{nonce}|\U000ffffd"
         new_content: dict[str, int] = {}
+        tokens = [AddedToken(self._boundary, normalized=False, special=True)]
         for token_id, token in self._tokenizer.added_tokens_decoder.items():
             content = names.get(token.content, token.content)
             new_content[content] = token_id
-            copy.add_tokens([
-                AddedToken(
-                    content, lstrip=token.lstrip, rstrip=token.rstrip, single_word=token.single_word,
-                    normalized=token.normalized and content == token.content, special=token.special,
-                )
-            ])  # fmt: skip
-        copy.add_tokens([AddedToken(self._boundary, normalized=False, special=True)])
+            renamed = AddedToken(
+                content,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                single_word=token.single_word,
+                normalized=token.normalized and content == token.content,
+                special=token.special,
+            )
+            tokens.append(renamed)
+        copy.add_tokens(tokens)  # at once: each call rebuilds the matcher
         for content, token_id in [*new_content.items(), (self._boundary, None)]:
             copied_id = copy.token_to_id(content)
             assert copied_id is not None

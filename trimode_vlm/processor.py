@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from typing import Any
 
@@ -10,6 +9,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessorMixin
 
+from trimode_vlm.call_options import TEXT_OPTIONS, split_options
 from trimode_vlm.chat import Chat, ChatTemplate
 from trimode_vlm.config import TriModeConfig, TriModeTextConfig
 from trimode_vlm.control_tokens import ControlEncoder
@@ -19,12 +19,6 @@ from trimode_vlm.image_tokens import IMAGE_LAYOUTS, ImageLayout, expand_images, 
 from trimode_vlm.vision.images import token_grid
 
 __all__ = ["IMAGE_LAYOUTS", "IncrementalDetokenizer", "TriModeImageProcessor", "TriModeProcessor"]
-
-_TEXT_OPTIONS = (
-    "padding", "padding_side", "pad_to_multiple_of", "truncation", "truncation_side", "max_length",
-    "add_special_tokens", "return_tensors", "return_attention_mask",
-)  # fmt: skip
-_GROUPS = ("text_kwargs", "images_kwargs", "common_kwargs")
 
 
 class TriModeProcessor(ProcessorMixin):
@@ -39,8 +33,8 @@ class TriModeProcessor(ProcessorMixin):
         break_after_last: whether the last row is closed by a break as well, before the end token.
         mask_token: the diffusion mask, if it is no special token of the tokenizer.
 
-    Without any image token given, the tokenizer is searched for those of a known layout (`IMAGE_LAYOUTS`); a tokenizer
-    without one makes a text-only processor.
+    With `image_token` None the tokenizer is searched for the tokens of a known layout (`IMAGE_LAYOUTS`); where it has
+    none, or where `image_token` is "", the processor takes text only.
     """
 
     def __init__(
@@ -70,7 +64,7 @@ class TriModeProcessor(ProcessorMixin):
         self.break_after_last = break_after_last
         self.mask_token = mask_token
         self.layout = ImageLayout.from_tokens(
-            tokenizer, image_token, image_start_token, image_break_token, image_end_token, break_after_last
+            tokenizer, image_token or None, image_start_token, image_break_token, image_end_token, break_after_last
         )
         self.image_token_id = self.layout.image if self.layout else None
         self._encoder: tuple[int, ControlEncoder] | None = None
@@ -112,7 +106,7 @@ class TriModeProcessor(ProcessorMixin):
         Raises:
             ValueError: placeholders and images differ in number, or an option is unknown.
         """
-        options, image_options = self._options(kwargs)
+        options, image_options = split_options(kwargs, self.image_processor)
         if text is None:
             if images is None:
                 raise ValueError("the processor needs text, images or both")
@@ -154,11 +148,11 @@ class TriModeProcessor(ProcessorMixin):
         batched = isinstance(first, (list, tuple)) or hasattr(first, "messages")
         template = self._template(chat_template)
         kwargs.pop("sanitize_control_tokens", None)  # transformers' name for what is always done here
-        for_call = {k: v for k, v in kwargs.items() if k in _TEXT_OPTIONS or not template.names(k)}
+        for_call = {k: v for k, v in kwargs.items() if k in TEXT_OPTIONS or not template.names(k)}
         variables = {k: v for k, v in kwargs.items() if k not in for_call} | {"tools": tools, "documents": documents}
         for_call |= processor_kwargs or {}
         given = flatten_images(for_call.pop("images", None))
-        options, image_options = self._options(for_call)
+        options, image_options = split_options(for_call, self.image_processor)
         if return_tensors != "auto":
             options["return_tensors"] = return_tensors
         chats = [
@@ -267,25 +261,6 @@ class TriModeProcessor(ProcessorMixin):
             out_masks.append(mask[start:stop])
         text = pad_rows(out_rows, out_masks if masks is not None else None, self.tokenizer, options)
         return BatchFeature({**text, **data}, tensor_type=options.get("return_tensors", "pt"))
-
-    def _options(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Split keyword arguments into those for text and those for images."""
-        flat = {k: v for k, v in kwargs.items() if k not in _GROUPS}
-        for group in ("common_kwargs", "text_kwargs"):
-            flat = {**(kwargs.get(group) or {}), **flat}
-        known_image = self.image_processor.valid_kwargs.__annotations__
-        image_options = dict(kwargs.get("images_kwargs") or {})
-        image_options.pop("return_tensors", None)
-        options = {}
-        for key, value in flat.items():
-            if key in _TEXT_OPTIONS:
-                options[key] = value
-            elif key in known_image:
-                image_options[key] = value
-            else:
-                near = difflib.get_close_matches(key, [*_TEXT_OPTIONS, *known_image], n=1)
-                raise ValueError(f"unknown processor option {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        return options, image_options
 
     def _template(self, chat_template: str | None = None) -> ChatTemplate:
         known = self.chat_template if isinstance(self.chat_template, dict) else {"default": self.chat_template}

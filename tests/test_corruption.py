@@ -64,7 +64,13 @@ def test_full_blocks_and_clean_first_tokens():
     _, noise_mask, p = corrupt(ids, loss_mask, noise_generator(0, 0, 0), MASK, full_block_fraction=1.0)
     assert torch.equal(noise_mask, loss_mask) and (p == 1).all()
     _, noise_mask, _ = corrupt(
-        ids, loss_mask, noise_generator(0, 0, 0), MASK, full_block_fraction=1.0, clean_first_fraction=1.0, block_id=block_id
+        ids,
+        loss_mask,
+        noise_generator(0, 0, 0),
+        MASK,
+        full_block_fraction=1.0,
+        clean_first_fraction=1.0,
+        block_id=block_id,
     )
     is_first = block_start == torch.arange(640)
     assert torch.equal(noise_mask, loss_mask & ~is_first)

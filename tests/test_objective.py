@@ -32,7 +32,9 @@ def batch_of(samples, **changes):
 def gradients(model, loss):
     parameters = [p for p in model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, grads, strict=True)])
+    return torch.cat(
+        [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, grads, strict=True)]
+    )
 
 
 def loss_of(model, batches, alpha=0.3, averaging="tokens", **options):

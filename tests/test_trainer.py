@@ -116,7 +116,15 @@ def test_two_ranks_equal_one(tmp_path):
     script.write_text(TWO_RANKS)
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path / "r2")]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(tmp_path / "r2"),
+    ]
     subprocess.run([sys.executable, *command], check=True, env=env, timeout=120, capture_output=True)
     one = trainer(tmp_path / "r1", dtype=torch.float64)
     one.fit(until=2)
@@ -132,7 +140,9 @@ def test_schedules_end_at_zero():
 
 
 def test_settings_layers_and_errors():
-    settings = build(NanoSettings, read_yaml("nano"), parse_overrides(["--joint.alpha", "0.5", "--ar.lr=1e-3", "--seed", "7"]))
+    settings = build(
+        NanoSettings, read_yaml("nano"), parse_overrides(["--joint.alpha", "0.5", "--ar.lr=1e-3", "--seed", "7"])
+    )
     assert (settings.joint.alpha, settings.ar.lr, settings.seed) == (0.5, 1e-3, 7)
     with pytest.raises(ValueError, match="'joint.alhpa'.*nearest known one is 'joint.alpha'"):
         build(NanoSettings, parse_overrides(["--joint.alhpa", "1"]))

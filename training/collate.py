@@ -45,7 +45,7 @@ class NoiseSettings:
 class Batch:
     """One micro-batch, right padded: tensors [B, T] as in DualStream; padding has document -1 and no target.
 
-    pixel_values [n, 3, Hmax, Wmax] and image_sizes [n, 2] (height, width) hold the images of all rows in order, or None.
+    pixel_values [n, 3, Hmax, Wmax] and image_sizes [n, 2] (height, width) hold all rows' images in order, or None.
     """
 
     input_ids: Tensor
@@ -151,7 +151,7 @@ def micro_batches(
     micro_batch_samples: int | None = None,
     pad_token_id: int = 0,
 ) -> list[Batch]:
-    """Cut one rank's samples of a step into micro-batches: by padded tokens (sorted by length first) or by sample count.
+    """Cut one rank's samples of a step into micro-batches: by padded tokens (sorted by length) or by samples.
 
     A sample longer than micro_batch_tokens gets a micro-batch of its own.
     """

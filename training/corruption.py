@@ -1,4 +1,4 @@
-"""Absorbing-mask noise for the diffusion loss: which response tokens become the mask token, and with what probability."""
+"""Absorbing-mask noise for the diffusion loss: which response tokens become the mask token, with what probability."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def corrupt(
     full_block_fraction: float = 0.0,
     clean_first_fraction: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mask the supervised tokens of one sample: (input_ids [T], loss_mask [T]) -> (noisy_input_ids, noise_mask, p_mask), all [T].
+    """Mask supervised tokens of one sample: input_ids, loss_mask -> noisy_input_ids, noise_mask, p_mask; all [T].
 
     Draws t ~ U(0, 1) and p = (1 - eps) * t + eps, once for the sample (noise="sequence") or once for each block
     ("block", as SDAR-VL); each supervised token is masked with probability p. noise_mask is True where a token was

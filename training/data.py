@@ -34,7 +34,7 @@ class Encoded:
 
 
 class Source(Protocol):
-    """Hands out samples as a pure function of (step, rank, world), so that a resumed run sees what it would have seen."""
+    """Hands out samples as a pure function of (step, rank, world), so that a resumed run sees the same."""
 
     def draw(self, step: int, rank: int, world: int) -> list[Encoded]: ...
 

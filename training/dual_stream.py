@@ -21,8 +21,8 @@ class DualStream:
     position: the token's place in its clean document, kept by noisy tokens (so gaps appear where images were).
     block_start: position of the first token of the block (noisy) or the token's own position (clean).
     block_id: number of the block within its document (noisy), -1 (clean).
-    source: index of the token in the clean half (-1: padding behind a response). target: the label, IGNORE where there is none: the next token for a
-    clean token, the own token for a masked one. p_mask: masking probability of a masked token, else 1.
+    source: index of the token in the clean half (-1: padding behind a response).
+    target: the next token for a clean token, the own token for a masked one, IGNORE where there is no label. p_mask: masking probability of a masked token, else 1.
     """
 
     input_ids: Tensor
@@ -60,7 +60,7 @@ def assign_blocks(
     block_offset: str = "response",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cut each response of a sample into blocks: loss_mask [T] -> (block_id [T], block_start [T]), -1 outside responses.
+    """Cut each response into blocks: loss_mask [T] -> (block_id [T], block_start [T]), -1 outside responses.
 
     Blocks count from the first token of each response and never cross its end. block_offset="random" shortens the first
     block of each response to 1..block_length tokens, so that drafts which start anywhere are trained for. A list of
@@ -204,7 +204,7 @@ def _row(halves: list[tuple[Tensor, ...]], sources: list[Tensor], document: int)
 
 
 def pack(rows: Sequence[DualStream]) -> DualStream:
-    """Join several samples into one row with document ids 0, 1, ...; positions restart, sources index the joined clean half."""
+    """Join samples into one row with documents 0, 1, ...; positions restart, sources index the joined clean half."""
     documents, sources, num_clean = [], [], 0
     for number, row in enumerate(rows):
         documents.append(torch.full_like(row.document, number))

@@ -58,7 +58,12 @@ def run(settings: NanoSettings, ranks: Ranks) -> Path:
     word_ids = cell_word_ids(processor)
     _train_only(model, "encoder.vision_tower.", "encoder.multi_modal_projector.")
     vision = replace(settings.vision, seed=settings.seed)
-    _stage(model, out / "vision", ranks, lambda: VisionTrainer(model, processor, word_ids, places, vision, out / "vision", ranks))
+    _stage(
+        model,
+        out / "vision",
+        ranks,
+        lambda: VisionTrainer(model, processor, word_ids, places, vision, out / "vision", ranks),
+    )
     _train_only(model, "encoder.embed_tokens.", "encoder.layers.", "encoder.norm.", "diffusion_head.")
     _stage(model, out / "ar", ranks, lambda: text_trainer(model, processor, settings, "ar", ranks))
     _stage(model, out / "joint", ranks, lambda: text_trainer(model, processor, settings, "joint", ranks))
@@ -129,7 +134,9 @@ def _done(folder: Path) -> dict[str, Any]:
 def _load(model: Any, folder: Path) -> None:
     found = saves.newest_checkpoint(folder)
     if found is None:
-        raise ValueError(f"{folder} is marked as done but holds no whole checkpoint: delete its done.json to train it again")
+        raise ValueError(
+            f"{folder} is marked as done but holds no whole checkpoint: delete its done.json to train it again"
+        )
     model.load_state_dict(found[0])
 
 

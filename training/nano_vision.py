@@ -35,7 +35,7 @@ def start_weights(
     """Initialise a nano model in place and return the fixed row and column vectors, {"row"|"col": [MAX_CELLS, D]}.
 
     Words that pictures show, rows and columns get orthonormal vectors times 0.5 * sqrt(D), as far as D reaches; other
-    tokens random ones of the same length. twins are (token, other token) pairs of one meaning ("red", " red"): the first
+    tokens random ones of that length. twins are (token, other token) pairs of one meaning ("red", " red"): the first
     starts near the second, TWIN_NOISE away. The head starts as a copy of the embedding. Matrices are scaled by fan-in,
     and the block outputs further by the depth.
     """
@@ -90,8 +90,14 @@ class VisionTrainer(Trainer):
     """Trainer of tower and projector against the word embeddings, which stay fixed."""
 
     def __init__(
-        self, model: nn.Module, processor: Any, word_ids: dict[str, int], places: dict[str, Tensor],
-        settings: TrainSettings, folder: Path, ranks: Ranks,
+        self,
+        model: nn.Module,
+        processor: Any,
+        word_ids: dict[str, int],
+        places: dict[str, Tensor],
+        settings: TrainSettings,
+        folder: Path,
+        ranks: Ranks,
     ) -> None:
         source: Any = PictureSource(settings.seed, settings.batch_tokens)
         super().__init__(model, source, settings, folder, ranks, "vision")
@@ -106,7 +112,7 @@ class VisionTrainer(Trainer):
         self.norm2 = float(embedding[word_ids[colors[0]]].square().sum())
 
     def targets(self, pictures: Sequence[Picture]) -> tuple[Tensor, Tensor]:
-        """Labels [cells, 4] of (colour, content, row, column), the last index meaning none, and target vectors [cells, D]."""
+        """Labels [cells, 4] of (colour, content, row, column), the last index: none; and targets [cells, D]."""
         labels, vectors = [], []
         none = [len(table) for table, _ in self.slots]
         for picture in pictures:

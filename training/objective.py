@@ -111,7 +111,12 @@ def combine(ar_sum: Tensor, diff_sum: Tensor, counts: Counts, *, alpha: float, a
 
 
 def _weighted_cross_entropy(
-    hidden: Tensor, target: Tensor, token_weight: Tensor, is_noisy: Tensor, head: Callable[[Tensor], Tensor], chunk_tokens: int
+    hidden: Tensor,
+    target: Tensor,
+    token_weight: Tensor,
+    is_noisy: Tensor,
+    head: Callable[[Tensor], Tensor],
+    chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """Return (losses [2], hits [2]): AR and diffusion sums over n labelled tokens, chunk by chunk."""
     term = is_noisy.long()

@@ -76,7 +76,9 @@ def optimizer_tensors(optimizers: list[tuple[torch.optim.Optimizer, NamedParamet
     for number, (optimizer, named) in enumerate(optimizers):
         for name, parameter in named:
             for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{number}/{name}/{key}"] = value.contiguous() if isinstance(value, Tensor) else torch.tensor(value)
+                tensors[f"{number}/{name}/{key}"] = (
+                    value.contiguous() if isinstance(value, Tensor) else torch.tensor(value)
+                )
     return tensors
 
 
@@ -84,7 +86,9 @@ def load_optimizer_tensors(
     optimizers: list[tuple[torch.optim.Optimizer, NamedParameters]], tensors: dict[str, Tensor]
 ) -> None:
     """Put named tensors back as optimizer state; raises ValueError when a parameter is missing or unknown."""
-    places = {f"{number}/{name}": (optimizer, p) for number, (optimizer, named) in enumerate(optimizers) for name, p in named}
+    places = {
+        f"{number}/{name}": (optimizer, p) for number, (optimizer, named) in enumerate(optimizers) for name, p in named
+    }
     for full_name, value in tensors.items():
         place, _, key = full_name.rpartition("/")
         if place not in places:

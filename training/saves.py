@@ -17,9 +17,14 @@ MANIFEST = "manifest.json"
 
 
 def write_checkpoint(
-    folder: Path, step: int, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: dict[str, Any], keep: int = 2
+    folder: Path,
+    step: int,
+    model: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
+    state: dict[str, Any],
+    keep: int = 2,
 ) -> Path:
-    """Write folder/step-N with model.safetensors, optimizer.safetensors and trainer.json; delete all but the newest `keep`.
+    """Write folder/step-N with model.safetensors, optimizer.safetensors and trainer.json; keep the newest `keep`.
 
     The manifest with sizes and hashes is written last, and the folder appears under its name in one rename.
     """

@@ -21,8 +21,8 @@ class DualStream:
     position: the token's place in its clean document, kept by noisy tokens (so gaps appear where images were).
     block_start: position of the first token of the block (noisy) or the token's own position (clean).
     block_id: number of the block within its document (noisy), -1 (clean).
-    source: index of the token in the clean half (-1: padding behind a response).
-    target: the next token for a clean token, the own token for a masked one, IGNORE where there is no label. p_mask: masking probability of a masked token, else 1.
+    source: index of the token in the clean half (-1: padding behind a response). p_mask: masking probability of a
+    masked token, else 1. target: the next token for a clean token, the own token for a masked one, IGNORE elsewhere.
     """
 
     input_ids: Tensor

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trimode_vlm.config import preset
+from trimode_vlm.generation_config import TriModeGenerationConfig
 from trimode_vlm.model import TriModeVLM
 from trimode_vlm.training import saves
 from trimode_vlm.training.data import Encoded, StreamSource
@@ -147,6 +148,13 @@ def _train_only(model: Any, *prefixes: str) -> None:
 
 def _save_model(model: Any, processor: Any, folder: Path, ranks: Ranks) -> None:
     if ranks.is_main:
+        model.generation_config = TriModeGenerationConfig(
+            mode="linear_spec",
+            max_new_tokens=512,
+            block_length=model.config.block_length,
+            eos_token_id=model.config.eos_token_id,
+            pad_token_id=model.config.pad_token_id,
+        )
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
     ranks.barrier()

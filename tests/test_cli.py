@@ -93,6 +93,8 @@ def giant_png(path: Path, side: int = 30000) -> str:
         (["chat", "What", "is", "this?"], "unexpected argument 'is'"),
         (["chat", "--image", "no/such.png", "Hi"], "no/such.png: no such file"),
         (["chat", "--config", "no/such.yaml"], "cannot read --config no/such.yaml: No such file or directory"),
+        (["convert", "nano", "out/nano", "--to", "ministral"], "unknown layout 'ministral'; did you mean ministral3?"),
+        (["convert", "nano", "tests"], "tests is there already"),
         (["bench", "encode"], "invalid choice: 'encode'"),
         (["eval", "--model", "nano"], "required: --output"),
     ],
@@ -156,6 +158,13 @@ def test_options_agree_with_the_decoders() -> None:
     assert set(terminal.MODE_OPTIONS) == set(MODE_OPTIONS)
     for mode, names in terminal.MODE_OPTIONS.items():
         assert set(names) <= MODE_OPTIONS[mode]
+
+
+def test_layouts_agree_with_the_library() -> None:
+    from trimode_vlm import convert
+    from trimode_vlm.target_configs import TARGETS
+
+    assert set(convert.LAYOUTS) == set(TARGETS)
 
 
 # --- YAML -----------------------------------------------------------------------------------------------------------
@@ -225,6 +234,23 @@ def test_compare_prints_each_answer_and_a_table(chat: Any, picture: str) -> None
     assert [line.split()[1] for line in table[2:]] == ["12", "12", "12"]
     assert table[2].split()[3:5] == ["1.00", "1.00"] and table[4].endswith(" yes")
     assert len({len(line) for line in table[1:] if line.endswith(("-", "yes"))}) == 1
+
+
+# --- other commands -----------------------------------------------------------------------------------------------
+
+
+def test_convert_writes_a_folder_that_loads(chat_model: Any, processor: Any, tmp_path: Path, capsys: Any) -> None:
+    import trimode_vlm
+
+    chat_model.save_pretrained(tmp_path / "ours")
+    processor.save_pretrained(tmp_path / "ours")
+    argv = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "ministral3"]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "theirs")
+    assert "Mistral3ForConditionalGeneration" in (tmp_path / "theirs" / "config.json").read_text()
+    model, _ = trimode_vlm.load(tmp_path / "theirs")
+    for (name, ours), theirs in zip(chat_model.state_dict().items(), model.state_dict().values(), strict=True):
+        assert ours.equal(theirs), name
 
 
 # --- a conversation -------------------------------------------------------------------------------------------------

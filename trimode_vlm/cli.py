@@ -37,7 +37,7 @@ options, for every command:
 
 examples:
   trimode-vlm chat --image receipt.png "What is the total?"
-  trimode-vlm chat --compare --image receipt.png "Write the receipt as Markdown."
+  trimode-vlm chat --compare --image receipt.png "Write the receipt as JSON."
   trimode-vlm eval --help
 """
 

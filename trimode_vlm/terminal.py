@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   trimode-vlm chat --image receipt.png "What is the total?"
-  trimode-vlm chat --compare --image receipt.png "Write this receipt as JSON."
+  trimode-vlm chat --compare --image receipt.png "Write the receipt as JSON."
   trimode-vlm chat --mode diffusion --threshold 0.8 --image a.png --image b.png "What changed?"
   trimode-vlm chat --model path/to/checkpoint --dtype bfloat16 --device cuda
   echo "Hello" | trimode-vlm chat

@@ -10,6 +10,8 @@ from trimode_vlm.eval.tasks import EvalTask, Example
 
 # One evaluation seed owns this many sample seeds, so that different seeds never share a sample.
 SAMPLES_PER_SEED = 1_000_000
+# The longest right answer, a board of 8 x 8 as JSON, has about 420 tokens.
+MAX_NEW_TOKENS = 640
 
 
 def tasks() -> dict[str, EvalTask]:
@@ -31,4 +33,10 @@ def _task(name: str, task: object) -> EvalTask:
         return Example(id=index, messages=messages, gold=sample.answer, seed=sample_seed)
 
     needs_image = getattr(task, "needs_image", True)
-    return EvalTask(name=name, example=example, needs_image=needs_image, num_examples=SAMPLES_PER_SEED)
+    return EvalTask(
+        name=name,
+        example=example,
+        needs_image=needs_image,
+        num_examples=SAMPLES_PER_SEED,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )

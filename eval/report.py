@@ -137,6 +137,8 @@ def _length_table(report: Report) -> str:
         for suffix, pooled in sources:
             for mode, lengths in pooled.items():
                 t = lengths[bucket]
+                if not t["num_samples"]:
+                    continue
                 row = [bucket if bucket == "all" else f"{bucket} tokens", f"`{mode}`{suffix}"]
                 row += [f"{t[name]:,}" for name in ("num_samples", "num_tokens", "num_forwards")]
                 row += [_number(t[name]) for name in ("tpf_decode", "tpf_end_to_end", "mean_accepted_length")]

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -173,8 +174,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in argv
     argv = [arg for arg in argv if arg != "--debug"]
     command = " ".join(["trimode-vlm", *argv[:1]]) if argv and argv[0] in COMMANDS else "trimode-vlm"
+
+    def show_warning(message: Warning | str, *place: Any, **options: Any) -> None:
+        print(f"{command}: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
     try:
-        return dispatch(argv, debug)
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.showwarning = show_warning
+            return dispatch(argv, debug)
     except UsageError as error:
         print(f"{command}: {one_line(error)}  ({command} --help)", file=sys.stderr)
         return 2

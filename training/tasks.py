@@ -126,6 +126,14 @@ def _receipt_price(facts: Facts, rng: random.Random) -> tuple[dict[str, str], st
     return {"item": item}, f"The {item} in row {row + 1} costs {price}."
 
 
+def _find(items: list[str], place: str, rng: random.Random) -> tuple[dict[str, str], str]:
+    """Where several named things are: one match of word and picture after the other."""
+    places = list(enumerate(items, start=1))
+    asked = rng.sample(places, rng.randint(min(3, len(places)), min(6, len(places))))
+    answer = _list([f"{item} is {place} {number}" for number, item in asked])
+    return {"items": _list([item for _, item in asked])}, f"{answer}."
+
+
 def _chart_rows(facts: Facts) -> list[list[str]]:
     return [[str(bar), color, item, str(value)] for bar, (color, item, value) in enumerate(facts["bars"], start=1)]
 
@@ -153,7 +161,7 @@ def _chart_value(facts: Facts, rng: random.Random) -> tuple[dict[str, str], str]
 
 def _count(facts: Facts, rng: random.Random) -> tuple[dict[str, str], str]:
     first = rng.randint(1, 50)
-    last = first + rng.randint(15, 49)
+    last = first + rng.randint(5, 49)
     return {"first": str(first), "last": str(last)}, " ".join(map(str, range(first, last + 1)))
 
 
@@ -229,6 +237,11 @@ _ALL = (
         "What is the total of the receipt?",
         "Read the total of the receipt.",
     ), lambda facts, rng: ({}, facts["total"]), is_lookup=True),
+    Task("receipt_find", "receipt", (
+        "Find {items} on the receipt.",
+        "Which rows of the receipt show {items}?",
+        "Read which rows show {items}.",
+    ), lambda facts, rng: _find([line[0] for line in facts["lines"]], "in row", rng), is_lookup=True),
     Task("chart_markdown", "chart", (
         "Write the chart as a Markdown table.",
         "Show this picture as a Markdown table.",
@@ -253,6 +266,11 @@ _ALL = (
         "Read the value of {item} on the chart.",
         "Which value does the chart show for {item}?",
     ), _chart_value, is_lookup=True),
+    Task("chart_find", "chart", (
+        "Find the bars of {items}.",
+        "Which bars of the chart show {items}?",
+        "Read which bars show {items}.",
+    ), lambda facts, rng: _find([bar[1] for bar in facts["bars"]], "bar", rng), is_lookup=True),
     Task("text_count", None, (
         "Count from {first} to {last}.",
         "Please count from {first} to {last}.",

@@ -39,6 +39,7 @@ class ControlEncoder:
         # An assistant's own thinking marks, in the history or in training data, stay what they are.
         self.assistant_pattern = _any_of(set(self.control) - set(THINK_TOKENS))
         self._tokenizer = tokenizer
+        self._ends: dict[frozenset[str], re.Pattern[str]] = {}
         self._copy: Tokenizer | None = None
         self._names: dict[str, str] = {}
         self._ids: dict[int, int | None] = {}
@@ -47,9 +48,15 @@ class ControlEncoder:
     def __deepcopy__(self, memo: Any) -> ControlEncoder:
         return self  # saving a processor deep-copies its attributes; this one is a cache
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_copy": None}  # built again where it is needed
+
     def end_pattern(self, not_ends: Iterable[str]) -> re.Pattern[str]:
         """Return a pattern of the control tokens that can end an answer: all but thinking marks and `not_ends`."""
-        return _any_of(set(self.control) - set(THINK_TOKENS) - set(not_ends))
+        excluded = frozenset(not_ends)
+        if excluded not in self._ends:
+            self._ends[excluded] = _any_of(set(self.control) - set(THINK_TOKENS) - excluded)
+        return self._ends[excluded]
 
     def encode(
         self, rendered: str, restore: dict[str, str], spans: list[Span] | None = None
@@ -116,14 +123,16 @@ class ControlEncoder:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError("this needs a fast tokenizer (tokenizer.json); got " + type(self._tokenizer).__name__)
-        blueprint = json.loads(backend.to_str())
-        # Post-processors only trim offsets or add BOS here; padding and truncation are the processor's work.
-        blueprint.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
-        copy = Tokenizer.from_str(json.dumps(blueprint, ensure_ascii=False))
+        # Shares the model, has no added tokens yet, and no post-processor: those only trim offsets or add BOS here.
+        copy = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            copy.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            copy.pre_tokenizer = backend.pre_tokenizer
         nonce = secrets.token_hex(8)
         names = {content: f"\U000ffffd{nonce}:{i}\U000ffffd" for i, content in enumerate(self.control)}
         self._boundary = f"\U000ffffd{nonce}|\U000ffffd"
-        new_content: dict[str, int] = {}
+        self._ids, new_content = {}, {}
         tokens = [AddedToken(self._boundary, normalized=False, special=True)]
         for token_id, token in self._tokenizer.added_tokens_decoder.items():
             content = names.get(token.content, token.content)

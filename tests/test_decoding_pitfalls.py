@@ -257,3 +257,19 @@ def test_a_conversations_cache_gives_the_answer_of_a_fresh_call(mode: str) -> No
         out = model.generate(torch.tensor([ids]), cache=cache, **chosen)
         assert out.sequences.tolist() == fresh.sequences.tolist() and out.nfe == fresh.nfe
         ids, cache = out.sequences[0].tolist() + [30 + turn, 31], out.cache
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_survives_an_edited_history_and_a_closed_stream(mode: str) -> None:
+    """One cache serves another branch, a stream that is closed at once, and then the first branch again."""
+    model = make_tiny_model(seed=4, vision=False)
+    chosen = {"max_new_tokens": 7, "eos_token_id": [], **options(mode, 4, 0.3)}
+    first = model.generate(torch.tensor([PROMPT]), **chosen)
+    longer, edited = first.sequences[0].tolist() + [40, 41], [*PROMPT[:2], 30, 31, 32, 33]
+    branch = model.generate(torch.tensor([edited]), cache=first.cache, **chosen)
+    stream = model.stream(torch.tensor([[*PROMPT[:3], 50, 51, 52]]), cache=first.cache, **chosen)
+    next(iter(stream))
+    stream.close()
+    for ids, cache in ((longer, first.cache), (edited, branch.cache), (longer, first.cache)):
+        fresh = model.generate(torch.tensor([ids]), **chosen)
+        assert model.generate(torch.tensor([ids]), cache=cache, **chosen).sequences.tolist() == fresh.sequences.tolist()

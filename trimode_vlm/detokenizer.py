@@ -35,8 +35,11 @@ class IncrementalDetokenizer:
             raise ValueError("a stop string must not be empty")
         self._stops = stops
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        # Byte-level BPE cuts characters between tokens; other decoders' unknown characters are final.
-        self._joins_bytes = backend is None or "ByteLevel" in repr(backend.decoder)
+        # Byte-level BPE cuts characters between tokens; elsewhere unknown characters are final, and rare ones are
+        # spelt in byte tokens. A tokenizer that does not show its decoder may do either.
+        byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
+        self._joins_bytes = backend is None or byte_level
+        self._has_byte_tokens = not byte_level
         self.stopped = False
         self.stop_string: str | None = None
         self._window: list[int] = []  # context tokens, whose text is out, then pending tokens
@@ -67,7 +70,7 @@ class IncrementalDetokenizer:
         self._window += [i for i in flat if i not in self._skipped]
         if len(self._window) == self._context:
             return ""
-        if self._is_byte_token(self._window[-1]):
+        if self._has_byte_tokens and self._is_byte_token(self._window[-1]):
             return ""  # the fate of a run of byte tokens is known at its end: one bad byte spoils all of it
         text = self._decode(self._window)
         if self._joins_bytes and text.endswith(_UNKNOWN):

@@ -134,6 +134,16 @@ def _find(items: list[str], place: str, rng: random.Random) -> tuple[dict[str, s
     return {"items": _list([item for _, item in asked])}, f"{answer}."
 
 
+def _receipt_line(facts: Facts, rng: random.Random) -> tuple[dict[str, str], str]:
+    row = rng.randrange(len(facts["lines"]))
+    return {"row": str(row + 1)}, facts["lines"][row][2]
+
+
+def _chart_bar(facts: Facts, rng: random.Random) -> tuple[dict[str, str], str]:
+    bar = rng.randrange(len(facts["bars"]))
+    return {"bar": str(bar + 1)}, str(facts["bars"][bar][2])
+
+
 def _chart_rows(facts: Facts) -> list[list[str]]:
     return [[str(bar), color, item, str(value)] for bar, (color, item, value) in enumerate(facts["bars"], start=1)]
 
@@ -160,9 +170,8 @@ def _chart_value(facts: Facts, rng: random.Random) -> tuple[dict[str, str], str]
 
 
 def _count(facts: Facts, rng: random.Random) -> tuple[dict[str, str], str]:
-    first = rng.randint(1, 50)
-    last = first + rng.randint(5, 49)
-    return {"first": str(first), "last": str(last)}, " ".join(map(str, range(first, last + 1)))
+    first = rng.randint(10, 60)
+    return {"first": str(first)}, " ".join(map(str, range(first, 0, -1)))
 
 
 def _spell(facts: Facts, rng: random.Random) -> tuple[dict[str, str], str]:
@@ -231,6 +240,12 @@ _ALL = (
         "What does the {item} cost?",
         "Find the price of the {item} on the receipt.",
     ), _receipt_price, is_lookup=True),
+    Task("receipt_line", "receipt", (
+        "What is the price in row {row}?",
+        "How much is the item in row {row}?",
+        "What does item {row} cost?",
+        "Read the price in row {row}.",
+    ), _receipt_line, is_lookup=True),
     Task("receipt_total", "receipt", (
         "What is the total?",
         "How much did I pay in total?",
@@ -260,6 +275,12 @@ _ALL = (
         "What does each bar of the chart show?",
         "Tell me what you see on the chart.",
     ), _transcript(_chart_describe)),
+    Task("chart_bar", "chart", (
+        "What is the value of bar {bar}?",
+        "How high is bar {bar}?",
+        "Read the value of bar {bar} on the chart.",
+        "Which value does the chart show for bar {bar}?",
+    ), _chart_bar, is_lookup=True),
     Task("chart_value", "chart", (
         "What is the value of {item}?",
         "How high is the bar of {item}?",
@@ -272,9 +293,9 @@ _ALL = (
         "Read which bars show {items}.",
     ), lambda facts, rng: _find([bar[1] for bar in facts["bars"]], "bar", rng), is_lookup=True),
     Task("text_count", None, (
-        "Count from {first} to {last}.",
-        "Please count from {first} to {last}.",
-        "Write all the numbers from {first} to {last}.",
+        "Count from {first} to 1.",
+        "Please count from {first} to 1.",
+        "Write all the numbers from {first} to 1.",
     ), _count),
     Task("text_spell", None, (
         "Spell {word}.",

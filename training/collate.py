@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,8 +69,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Move every tensor to a device."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
+        return Batch(**values)
 
 
 def lay_out(sample: Encoded, noise: NoiseSettings) -> DualStream:

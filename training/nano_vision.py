@@ -102,7 +102,7 @@ class VisionTrainer(Trainer):
         source: Any = PictureSource(settings.seed, settings.batch_tokens)
         super().__init__(model, source, settings, folder, ranks, "vision")
         self.processor, self.places = processor, places
-        embedding = model.encoder.embed_tokens.weight.detach()  # type: ignore[union-attr]
+        embedding = model.encoder.embed_tokens.weight.detach()  # type: ignore[union-attr, operator]
         colors = [word for word in word_ids if word in COLORS]
         contents = [word for word in word_ids if word not in COLORS]
         self.slots = [

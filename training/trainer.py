@@ -200,11 +200,12 @@ class Trainer:
         """Sums of both losses over one micro-batch: one pass through the backbone for both streams."""
         model: Any = self.model
         embeds = model.embed(batch.input_ids, batch.pixel_values, batch.image_sizes)
+        rows, length = batch.input_ids.shape
         pattern = (
             patterns.dual_stream(batch.position, batch.document, batch.block_start, batch.block_id, batch.is_noisy)
             if self.noise.dual
             # One document a row and right padding: no real token comes after a pad, plain causal is exact.
-            else patterns.causal(*batch.input_ids.shape, device=batch.input_ids.device)
+            else patterns.causal(rows, length, batch.input_ids.device)
         )
         hidden = model.hidden(embeds, batch.position, pattern)
         return tri_mode_terms(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
 VOCAB = 160
@@ -70,3 +72,28 @@ def images(*grids: tuple[int, int], seed: int = 0) -> dict[str, torch.Tensor]:
 def text_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(20, VOCAB, (batch, length), generator=generator)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, whatever the number of shards."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def assert_bitwise(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; a value of ... removes its key."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+
+
+def edit_weights(folder: Path, remove: str = "", **add: torch.Tensor) -> None:
+    stored = load_file(folder / "model.safetensors") | add
+    save_file({k: v for k, v in stored.items() if k != remove}, folder / "model.safetensors")

@@ -197,5 +197,3 @@ def test_real_language_model(smollm2: tuple[Any, Any, Any, Path]) -> None:
         assert mine[start : start + count].tolist() == reference[start : start + count].tolist(), prompt
     alone = processor.tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
     torch.testing.assert_close(ours(input_ids=alone).logits, theirs(input_ids=alone).logits, atol=1e-3, rtol=0)
-    answer = ours.generate(input_ids=alone, mode="ar", max_new_tokens=12).sequences[0, alone.shape[1] :]
-    assert answer.tolist() == theirs.generate(alone, max_new_tokens=12, do_sample=False)[0, alone.shape[1] :].tolist()

@@ -26,7 +26,9 @@ from .weight_files import ShardWriter, parse_bytes
 
 NANO = "nano"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*"]
+# The same weights once more, in their makers' own layouts.
+_HUB_DUPLICATES = ["consolidated*", "original/*"]
 
 
 def load(
@@ -48,7 +50,7 @@ def load(
         dtype: of the weights; None: as in the file ("nano": float32). FP8 files become bfloat16.
         device: where the weights go; None: the CPU.
         adapter: a PEFT folder with the draft adapter, or "auto" for `linear_spec_lora/` beside the weights. It is
-            checked and attached as `model.draft_adapter`; no decoder of this version applies it.
+            checked and attached as `model.draft_adapter` (else None); no decoder of this version applies it.
         quantize: must be None in this version.
         mask_token_id: the mask of a model that has none; None: a spare special token (see spare_tokens).
         overrides: config fields to set, for example `vision_config` to give a language model a new tower.
@@ -98,7 +100,7 @@ def convert(
         ValueError: the source cannot be loaded, the target cannot hold it, or `target_dir` must not be replaced.
     """
     to = target_name(to)
-    target = Path(target_dir)
+    target = Path(target_dir).expanduser().absolute()
     _check_target(target, overwrite)
     folder = resolve(source)
     weights = SourceWeights(folder, read_source(folder, mask_token_id, overrides))
@@ -145,7 +147,7 @@ def resolve(path_or_id: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path_or_id, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(path_or_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DUPLICATES))
     except Exception as error:
         # Whatever the client raises (offline, not found, gated, no route), the user needs the same one line.
         raise ValueError(

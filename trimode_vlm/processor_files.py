@@ -38,7 +38,7 @@ def load_processor(folder: Path, config: TriModeConfig, layout: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    names = {f"{part}_token": _token(tokenizer, getattr(config, f"{part}_token_id")) for part in (
+    names: dict[str, Any] = {f"{part}_token": _token(tokenizer, getattr(config, f"{part}_token_id")) for part in (
         "image", "image_start", "image_break", "image_end")}
     if config.vision_config is None or names["image_token"] is None:
         names = {}

@@ -55,13 +55,13 @@ class SourceWeights:
 
     def read(self, name: str, dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
         """One weight under our name; integers (counters of a timm tower) keep their type."""
-        tensor = read(self.stored[name], device)
-        if name in self._scales:
-            try:
-                tensor = dequantize(tensor, read(self._scales[name], device), self.source.fp8_block)
-            except ValueError as error:
-                raise ValueError(f"{self.stored[name].name}: {error}") from error
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if name not in self._scales:
+            return read(self.stored[name], device, dtype)
+        weight, scale = read(self.stored[name], device), read(self._scales[name], device)
+        try:
+            return dequantize(weight, scale, self.source.fp8_block).to(dtype)
+        except ValueError as error:
+            raise ValueError(f"{self.stored[name].name}: {error}") from error
 
     def problems(self, expected: Mapping[str, Tensor]) -> tuple[list[str], list[str], list[str]]:
         """Our names that are missing, unexpected and mis-shaped, against a model's state dict."""
@@ -115,7 +115,7 @@ def build(
     if weights.is_tied:
         model.diffusion_head.weight = model.encoder.embed_tokens.weight
     model.config.dtype = dtype
-    return model.to(device)
+    return model.to(device)  # type: ignore[arg-type]
 
 
 def skeleton(config: TriModeConfig) -> TriModeVLM:
@@ -177,7 +177,8 @@ def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(module, leaf, nn.Parameter(tensor) if is_parameter else tensor)
 
 
-def _matches(patterns: Sequence[str], *names: str) -> bool:
+def _matches(patterns: str | Sequence[str], *names: str) -> bool:
+    patterns = [patterns] if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 

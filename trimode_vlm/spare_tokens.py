@@ -77,7 +77,7 @@ def choose_mask_token(special: SpecialTokens, spare: list[int], is_ministral: bo
     if not spare:
         warnings.warn(
             "no spare special token for the mask: pass mask_token_id=; until then only mode='ar' can decode",
-            stacklevel=4,
+            stacklevel=5,
         )
         return None
     return spare[0]

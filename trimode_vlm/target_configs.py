@@ -77,7 +77,9 @@ def _ministral3(config: TriModeConfig) -> PreTrainedConfig:
         text.architectures = ["Ministral3ForCausalLM" if has_query_scale else "MistralForCausalLM"]
         return text
     if not isinstance(config.vision_config, PixtralVisionConfig):
-        raise ValueError(f"ministral3 holds a Pixtral tower only, not {config.vision_config.model_type!r}")
+        raise ValueError(f"ministral3 holds a Pixtral tower only, not a {type(config.vision_config).__name__}")
+    if config.image_token_id is None:
+        raise ValueError("ministral3 needs an image token and this model's config has no image_token_id")
     full = Mistral3Config(
         text_config=text, vision_config=copy.deepcopy(config.vision_config), image_token_index=config.image_token_id,
         vision_feature_layer=config.vision_feature_layer, tie_word_embeddings=config.tie_word_embeddings,

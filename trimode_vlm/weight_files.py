@@ -64,15 +64,18 @@ def scan_file(path: Path) -> list[StoredTensor]:
         raise ValueError(f"{path}: tensor type {error} is not known to this loader") from error
 
 
-def read(stored: StoredTensor, device: str | torch.device = "cpu") -> Tensor:
-    """Read one tensor into memory of its own.
+def read(
+    stored: StoredTensor, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> Tensor:
+    """Read one tensor into memory of its own, cast to `dtype` on the way; integers keep their type.
 
     The file is opened per tensor: a mapping kept open counts every page read from it, so a whole shard would stay
     resident beside the model.
     """
     with safe_open(stored.path, framework="pt") as file:
         tensor = file.get_tensor(stored.name)
-        return tensor.clone() if torch.device(device).type == "cpu" else tensor.to(device)
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device, wanted, copy=True)
 
 
 def dequantize(weight: Tensor, scale_inv: Tensor, block: tuple[int, int] | None) -> Tensor:
@@ -123,7 +126,7 @@ class ShardWriter:
         if count == 1:
             self._temporary(0).rename(self.folder / SINGLE_NAME)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, names in enumerate(self._shards):
             shard_name = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             self._temporary(i).rename(self.folder / shard_name)

@@ -1,5 +1,7 @@
 """generate() and stream(): the transformers conventions around the decoders."""
 
+import re
+
 import pytest
 import torch
 from transformers import (
@@ -58,13 +60,33 @@ def test_streamer_gets_the_prompt_then_exactly_the_answer(chat_model, inputs, mo
     assert bool(recorder.drafts) == (mode != "ar")
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("streamer", [TextStreamer, TextDiffusionStreamer])
-def test_transformers_streamers_print_the_answer(chat_model, processor, inputs, streamer, capsys):
+def test_transformers_streamers_print_the_answer(chat_model, processor, inputs, streamer, mode, capsys):
+    """What is left on a terminal: drafts are drawn behind the answer and wiped, so no token stands there twice."""
     out = chat_model.generate(
-        **inputs, mode="ar", max_new_tokens=12, streamer=streamer(processor.tokenizer, skip_prompt=True)
+        **inputs, mode=mode, max_new_tokens=40, streamer=streamer(processor.tokenizer, skip_prompt=True)
     )
     answer = processor.tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :])
-    assert answer in capsys.readouterr().out
+    # TextDiffusionStreamer saves the cursor, prints the draft, and later restores the cursor and clears.
+    left = re.sub(r"\x1b7.*?\x1b8\x1b\[J", "", capsys.readouterr().out, flags=re.DOTALL)
+    assert left.strip("\n") == answer.strip("\n")
+
+
+@pytest.mark.parametrize("mode", ["diffusion", "linear_spec"])
+def test_drafts_hold_nothing_that_is_already_final(chat_model, inputs, mode):
+    class Log(Recorder):
+        def put(self, value):
+            super().put(value)
+            self.drafts.append(None)
+
+    log = Log()
+    options = {"threshold": 0.02} if mode == "diffusion" else {}
+    chat_model.generate(**inputs, mode=mode, max_new_tokens=40, block_length=8, streamer=log, **options)
+    drafts = [d for d in log.drafts if d is not None]
+    assert drafts and all(len(d) < 8 for d in drafts)
+    if mode == "diffusion":
+        assert all(d[0] == chat_model.config.mask_token_id for d in drafts)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,6 +153,115 @@ def test_cache_notices_another_picture_and_another_history(chat_model, inputs):
     assert torch.equal(expected.sequences, got.sequences)
 
 
+def test_branches_from_one_cache_do_not_mix(chat_model, inputs):
+    """A, then an edited history B from A's cache, then A's cache again: each answer equals that of a fresh call."""
+    first = chat_model.generate(**inputs, mode="ar", max_new_tokens=12, eos_token_id=-1)
+
+    def ask(ids, **options):
+        whole = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return chat_model.generate(**whole, mode="ar", max_new_tokens=8, eos_token_id=-1, **options).sequences
+
+    kept, edited = first.sequences, first.sequences.clone()
+    edited[0, -9:] = torch.randint(20, 60, (9,))
+    for ids in (edited, kept, edited, kept):
+        assert torch.equal(ask(ids, cache=first.cache), ask(ids))
+
+
+def test_unseeded_samples_differ_and_obey_the_global_seed(chat_model, inputs):
+    options = {"mode": "ar", "max_new_tokens": 20, "do_sample": True, "temperature": 1.5, "eos_token_id": -1}
+    a, b = (chat_model.generate(**inputs, **options).sequences for _ in range(2))
+    assert not torch.equal(a, b)
+    torch.manual_seed(3)
+    a = chat_model.generate(**inputs, **options).sequences
+    torch.manual_seed(3)
+    assert torch.equal(a, chat_model.generate(**inputs, **options).sequences)
+
+
+def test_the_cache_is_copied_seldom(chat_model, inputs, monkeypatch):
+    from trimode_vlm import prefill
+    from trimode_vlm.cache import KVCache
+
+    grown = []
+    reserve = KVCache.reserve
+    monkeypatch.setattr(prefill, "FIRST_ROOM", 4)
+    monkeypatch.setattr(
+        KVCache, "reserve", lambda self, n: (grown.append(1) if n > self.capacity else None, reserve(self, n))[1]
+    )
+    chat_model.generate(**inputs, mode="ar", max_new_tokens=200, eos_token_id=-1)
+    assert 1 <= len(grown) <= 6
+
+
+def test_images_of_equal_size_run_as_one_batch(chat_model, inputs):
+    batches = []
+    hook = chat_model.encoder.vision_tower.register_forward_pre_hook(lambda m, args: batches.append(len(args[0])))
+    try:
+        three = {k: inputs[k].repeat(3, 1) for k in ("input_ids", "attention_mask", "image_sizes")}
+        three["pixel_values"] = inputs["pixel_values"].repeat(3, 1, 1, 1)
+        chat_model.generate(**three, mode="ar", max_new_tokens=2)
+    finally:
+        hook.remove()
+    assert batches == [3]
+
+
+def test_totals_are_pooled_over_rows(chat_model, inputs):
+    two = {k: inputs[k].repeat(2, 1) for k in ("input_ids", "attention_mask", "image_sizes")}
+    two["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
+    out = chat_model.generate(**two, mode="linear_spec", max_new_tokens=15, eos_token_id=-1, block_length=4)
+    tokens, decode = sum(out.num_new_tokens), sum(out.nfe) - sum(out.nfe_prefill)
+    assert out.total_tokens_per_forward == (tokens - 2) / decode
+    assert out.total_tokens_per_forward_end_to_end == tokens / sum(out.nfe)
+
+
+def test_output_before_the_first_event_is_an_empty_answer(chat_model, inputs):
+    stream = chat_model.stream(**inputs, mode="ar")
+    out = stream.output()
+    assert torch.equal(out.sequences, inputs["input_ids"]) and out.num_new_tokens == [0] and out.nfe == [0]
+
+
+def test_peft_for_causal_language_models_wraps_and_generates(chat_model, inputs):
+    import copy
+
+    from peft import LoraConfig, get_peft_model
+
+    model = copy.deepcopy(chat_model)
+    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"], r=2))
+    out = wrapped.generate(**inputs, mode="linear_spec", max_new_tokens=5)
+    expected = chat_model.generate(**inputs, mode="linear_spec", max_new_tokens=5)
+    assert torch.equal(out.sequences, expected.sequences), "a fresh LoRA changes nothing"
+
+
+@pytest.mark.parametrize("name", ["eager", "flex_attention"])
+def test_attn_implementation_chooses_the_kernel(chat_model, inputs, tmp_path, name):
+    from trimode_vlm import TriModeVLM
+
+    chat_model.save_pretrained(tmp_path)
+    model = TriModeVLM.from_pretrained(tmp_path, attn_implementation=name)
+    assert model.encoder.implementation == {"eager": "dense", "flex_attention": "flex"}[name]
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, chat_model(**inputs).logits, atol=1e-3, rtol=1e-4)
+
+
+def test_settings_of_other_libraries_are_left_out_with_a_warning(chat_model, inputs, tmp_path):
+    import json
+
+    from trimode_vlm import TriModeVLM
+
+    chat_model.save_pretrained(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"repetition_penalty": 1.3, "max_new_tokens": 3, "eos_token_id": -1}))
+    with pytest.warns(UserWarning, match="repetition_penalty"):
+        model = TriModeVLM.from_pretrained(tmp_path)
+    assert model.generate(**inputs).num_new_tokens == [3]
+
+
+def test_max_length_counts_the_prompt(chat_model, inputs):
+    n = inputs["input_ids"].shape[1]
+    out = chat_model.generate(**inputs, mode="ar", max_length=n + 4, eos_token_id=-1)
+    assert out.num_new_tokens == [4]
+    with pytest.raises(ValueError, match="leaves no room"):
+        chat_model.generate(**inputs, mode="ar", max_length=n)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_stop_string_and_stopping_criterion_end_the_answer(chat_model, processor, inputs, mode):
     free = chat_model.generate(**inputs, mode=mode, max_new_tokens=30, eos_token_id=-1)
@@ -187,6 +318,26 @@ def test_seed_makes_a_sampled_answer_repeatable_and_rows_differ(chat_model, inpu
     assert torch.equal(a, b) and not torch.equal(a[0], a[1])
     alone = chat_model.generate(**inputs, seed=6, **options).sequences
     assert torch.equal(alone[0], a[1]), "row b draws from the stream of seed + b"
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("ar", {}),
+        ("diffusion", {"block_length": 6, "threshold": 0.03}),
+        ("diffusion", {"block_length": 6, "commit_rule": "entropy", "entropy_bound": 9.0}),
+        ("linear_spec", {"block_length": 4}),
+    ],
+)
+def test_sampled_rows_in_a_batch_are_what_they_are_alone(chat_model, mode, options):
+    """Rows finish their blocks and budgets at different times; none may use up random numbers of its own meanwhile."""
+    rows = torch.randint(20, 600, (6, 9), generator=torch.Generator().manual_seed(4))
+    options = {"mode": mode, "do_sample": True, "temperature": 0.7, "max_new_tokens": 11, "eos_token_id": -1, **options}
+    together = chat_model.generate(rows, seed=100, **options)
+    assert mode == "ar" or len(set(together.nfe)) > 1, "the rows must differ in pace, or nothing is tested"
+    for i in range(6):
+        alone = chat_model.generate(rows[i : i + 1], seed=100 + i, **options)
+        assert torch.equal(alone.sequences[0], together.sequences[i]) and alone.nfe[0] == together.nfe[i]
 
 
 def test_the_released_models_calls_return_ids_and_forwards(chat_model, inputs):
@@ -250,6 +401,10 @@ def test_image_text_pipeline_answers(chat_model, processor):
         ({"mode": "diffusion", "block_length": 0}, "block_length"),
         ({"do_sample": True, "temperature": 0.0}, "temperature must be above 0"),
         ({"temperature": 0.5}, "do_sample=True"),
+        ({"top_k": 5}, "do_sample=True"),
+        ({"top_p": 0.5}, "do_sample=True"),
+        ({"mode": "diffusion", "commit_rule": "entropy", "threshold": 0.5}, "threshold has no effect"),
+        ({"mode": "diffusion", "entropy_bound": 0.5}, "entropy_bound has no effect"),
         ({"top_p": 0.0}, "top_p"),
         ({"num_beams": 4}, "unknown generation option"),
     ],
@@ -265,6 +420,21 @@ def test_a_foreign_generation_config_with_unsupported_wishes_is_refused(chat_mod
 
     with pytest.raises(ValueError, match="num_beams"):
         chat_model.generate(**inputs, generation_config=GenerationConfig(num_beams=3))
+
+
+def test_a_text_only_model_takes_no_images(tiny_text_model, inputs):
+    with pytest.raises(ValueError, match="text only"):
+        tiny_text_model.generate(**inputs)
+
+
+def test_a_cache_and_padding_are_refused_together(chat_model, inputs):
+    from trimode_vlm.cache import KVCache
+
+    mask = inputs["attention_mask"].clone()
+    mask[0, 0] = 0
+    cache = KVCache(chat_model.config, 1, 100, torch.float32)
+    with pytest.raises(ValueError, match="rows without padding"):
+        chat_model(input_ids=inputs["input_ids"], attention_mask=mask, cache=cache)
 
 
 def test_bad_inputs_are_refused(chat_model, inputs):

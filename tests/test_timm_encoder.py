@@ -84,3 +84,10 @@ def test_real_imagenet_weights_give_timms_classes():
         expected = full(images)
     assert features.shape == (2, 49, 1280)
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_output_size_is_that_of_the_features_and_a_wrong_stride_is_named():
+    tower = TimmEncoder(TimmVisionConfig(architecture="mobilenetv3_small_050", patch_size=32)).eval()
+    assert tower(torch.zeros(1, 3, 64, 64)).shape == (1, 4, tower.output_size)
+    with pytest.raises(ValueError, match="set patch_size to its stride"):
+        TimmEncoder(TimmVisionConfig(architecture="resnet18", patch_size=16))(torch.zeros(1, 3, 64, 64))

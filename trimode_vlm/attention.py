@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ class Rotary:
             rope = self.config.rope_parameters or {}
             rope_type = rope.get("rope_type", "default")
             if rope_type == "default":
+                assert self.config.head_dim is not None
                 exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float, device=device)
                 self._inv_freq = 1.0 / rope.get("rope_theta", 1e4) ** (exponents / self.config.head_dim)
             else:
@@ -91,7 +92,8 @@ def _flex_attention(device_type: str) -> Callable[..., Tensor]:
     """FlexAttention, compiled where it is meant to be fast; uncompiled it still gives the right numbers."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
+    flex: Callable[..., Any] = flex_attention
+    return torch.compile(flex) if device_type == "cuda" else flex
 
 
 def _dense(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern) -> Tensor:

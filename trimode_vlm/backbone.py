@@ -11,11 +11,16 @@ from .cache import KVCache
 from .config import TriModeConfig
 from .patterns import Pattern
 
+IMPLEMENTATIONS: dict[str | None, Implementation] = {"flex_attention": "flex", "eager": "dense"}
 RotaryPairs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class TextBackbone(nn.Module):
     """Token embeddings, decoder layers and the final norm, under the released names (`encoder.*`)."""
+
+    # Only with images; the model sets them.
+    vision_tower: nn.Module
+    multi_modal_projector: nn.Module
 
     def __init__(self, config: TriModeConfig) -> None:
         super().__init__()
@@ -23,8 +28,13 @@ class TextBackbone(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config)
-        self.implementation: Implementation = "sdpa"
+        self.config = config
         self.gradient_checkpointing = False
+
+    @property
+    def implementation(self) -> Implementation:
+        """The kernel, by transformers' `attn_implementation` of the model."""
+        return IMPLEMENTATIONS.get(getattr(self.config, "_attn_implementation", None), "sdpa")
 
     def forward(
         self, inputs_embeds: Tensor, position_ids: Tensor, pattern: Pattern, cache: KVCache | None = None
@@ -32,14 +42,15 @@ class TextBackbone(nn.Module):
         """[B, T, D], [B, T] -> hidden states [B, T, D]. With a cache the new keys are written behind its lengths."""
         rotary = self.rotary(position_ids, inputs_embeds.dtype)
         offset = cache.offset if cache is not None else 0
+        implementation = self.implementation
         hidden = inputs_embeds
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:
                 hidden = checkpoint(
-                    layer, hidden, rotary, pattern, cache, offset, self.implementation, use_reentrant=False
+                    layer, hidden, rotary, pattern, cache, offset, implementation, use_reentrant=False
                 )
             else:
-                hidden = layer(hidden, rotary, pattern, cache, offset, self.implementation)
+                hidden = layer(hidden, rotary, pattern, cache, offset, implementation)
         return self.norm(hidden)
 
 
@@ -68,6 +79,7 @@ class Attention(nn.Module):
     def __init__(self, config: TriModeConfig, index: int) -> None:
         super().__init__()
         self.index = index
+        assert config.head_dim is not None
         self.head_dim = config.head_dim
         D, K = config.hidden_size, config.head_dim
         self.q_proj = nn.Linear(D, config.num_attention_heads * K, bias=False)

@@ -18,6 +18,7 @@ class KVCache:
     def __init__(
         self, config: TriModeConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
+        assert config.head_dim is not None
         shape = (config.num_hidden_layers, batch, config.num_key_value_heads, capacity, config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -66,10 +67,10 @@ class KVCache:
         self.lengths = list(lengths)
 
     def reserve(self, capacity: int) -> None:
-        """Grow the buffers to hold at least `capacity` slots; contents stay."""
+        """Grow the buffers to hold at least `capacity` slots; contents stay. They grow by half, so copies stay few."""
         if capacity <= self.capacity:
             return
-        pad = (0, 0, 0, capacity - self.capacity)
+        pad = (0, 0, 0, max(capacity, self.capacity * 3 // 2) - self.capacity)
         self.keys = torch.nn.functional.pad(self.keys, pad)
         self.values = torch.nn.functional.pad(self.values, pad)
 

@@ -59,7 +59,8 @@ class TriModeConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     mask_token_id: int | None = 100
     block_size: int = 32
-    vision_config: dict | PreTrainedConfig | None = None
+    # PixtralVisionConfig, TimmVisionConfig or None; a dict on its way in.
+    vision_config: Any = None
     image_token_id: int | None = 19
     image_start_token_id: int | None = 18
     image_break_token_id: int | None = 20

@@ -15,12 +15,18 @@ class ConversationCache:
     """The keys of one conversation with the tokens and images that they stand for.
 
     The next call gets the whole conversation again; what agrees with the cache from the start is not computed anew,
-    and a changed history or another picture is noticed.
+    and a changed history or another picture is noticed. There is one object for one set of buffers: a call that
+    continues the conversation moves this object along, so what it says it holds is what the buffers hold.
     """
 
     kv: KVCache
     token_ids: list[int]
     image_digests: list[str] = field(default_factory=list)
+
+    def hold(self, token_ids: list[int], image_digests: list[str]) -> None:
+        """Note what the buffers hold now; their length follows."""
+        self.token_ids, self.image_digests = token_ids, image_digests
+        self.kv.truncate(len(token_ids))
 
     def shared_prefix(self, token_ids: list[int], digests: list[str], image_spans: list[tuple[int, int]]) -> int:
         """How many leading tokens of a new prompt the cache holds; at least one token is left to compute.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import warnings
 from typing import Any
 
 from transformers import GenerationConfig
@@ -53,6 +54,13 @@ class TriModeGenerationConfig(GenerationConfig):
         seed: of the request; row b draws from a stream of its own, seeded with seed + b.
     """
 
+    mode: str
+    block_length: int | None
+    threshold: float | None
+    commit_rule: str
+    entropy_bound: float
+    seed: int | None
+
     def __init__(self, **kwargs: Any) -> None:
         for name, default in OUR_DEFAULTS.items():
             setattr(self, name, kwargs.pop(name, default))
@@ -63,6 +71,17 @@ class TriModeGenerationConfig(GenerationConfig):
         """The defaults of a model that has no generation_config.json: its special tokens."""
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         return cls(**{name: getattr(model_config, name, None) for name in names})
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any]) -> TriModeGenerationConfig:
+        """From a generation_config.json of any library; what no decoder here takes is left out, with one warning."""
+        known = SHARED_OPTIONS.union(*MODE_OPTIONS.values())
+        ours = {name: value for name, value in settings.items() if name in known and value is not None}
+        config = cls(**ours)
+        ignored = [n for n, v in settings.items() if n not in known | _BOOKKEEPING and _asks_for_something(n, v)]
+        if ignored:
+            warnings.warn(f"tri-mode decoding does not use these settings: {', '.join(ignored)}", stacklevel=2)
+        return config
 
     def override(self, kwargs: dict[str, Any]) -> TriModeGenerationConfig:
         """A copy with `kwargs` put over it.
@@ -87,10 +106,22 @@ class TriModeGenerationConfig(GenerationConfig):
             if name not in used and value is not None:
                 users = [mode for mode, options in MODE_OPTIONS.items() if name in options]
                 raise ValueError(f"mode {config.mode!r} does not use {name!r}; it belongs to {', '.join(users)}")
-        if not config.do_sample and kwargs.get("temperature") not in (None, 1.0):
-            raise ValueError(f"temperature={kwargs['temperature']} has no effect without do_sample=True")
+        if "max_length" in kwargs and "max_new_tokens" not in kwargs:
+            config.max_new_tokens = None
+        config._refuse_without_effect(kwargs)
         config.check()
         return config
+
+    def _refuse_without_effect(self, kwargs: dict[str, Any]) -> None:
+        """Raise ValueError for an option that was asked for and that another option switches off."""
+        if not self.do_sample:
+            for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+                if kwargs.get(name) not in (None, neutral):
+                    raise ValueError(f"{name}={kwargs[name]} has no effect without do_sample=True")
+        if self.mode == "diffusion":
+            unused = "threshold" if self.commit_rule == "entropy" else "entropy_bound"
+            if kwargs.get(unused) is not None:
+                raise ValueError(f"{unused} has no effect with commit_rule={self.commit_rule!r}")
 
     def check(self) -> None:
         """Raise ValueError for values out of range, and for transformers options that no mode here honours."""
@@ -112,8 +143,7 @@ class TriModeGenerationConfig(GenerationConfig):
             raise ValueError(f"entropy_bound must be at least 0, got {self.entropy_bound}")
         allowed = SHARED_OPTIONS.union(_BOOKKEEPING, *MODE_OPTIONS.values())
         for name, value in vars(self).items():
-            unset = value is None or value is False or (name in _NEUTRAL and value == _NEUTRAL[name])
-            if not name.startswith("_") and name not in allowed and not unset:
+            if name not in allowed and _asks_for_something(name, value):
                 raise ValueError(f"generation option {name}={value!r} is not supported by the tri-mode decoders")
 
     def settings(self, default_block_length: int) -> Settings:
@@ -136,3 +166,8 @@ class TriModeGenerationConfig(GenerationConfig):
     def end_token_ids(self) -> frozenset[int]:
         ids = self.eos_token_id
         return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+def _asks_for_something(name: str, value: Any) -> bool:
+    unset = value is None or value is False or (name in _NEUTRAL and value == _NEUTRAL[name])
+    return not name.startswith("_") and not unset

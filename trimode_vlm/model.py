@@ -33,13 +33,15 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
     config: TriModeConfig
     base_model_prefix = "encoder"
     main_input_name = "input_ids"
-    input_modalities = ("image", "text")
+    input_modalities = ["image", "text"]
     generation_config_class = TriModeGenerationConfig
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderLayer", "VisionLayer"]
     _tied_weights_keys = {"diffusion_head.weight": "encoder.embed_tokens.weight"}
     _supports_sdpa = True
     _supports_flex_attn = True
+    # The draft adapter that `load` attaches, if any.
+    draft_adapter: Any = None
 
     def __init__(self, config: TriModeConfig) -> None:
         super().__init__(config)
@@ -55,13 +57,13 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         return self.encoder.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.encoder.embed_tokens = value
+        self.encoder.embed_tokens = value  # type: ignore[assignment]
 
     def get_output_embeddings(self) -> nn.Module:
         return self.diffusion_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.diffusion_head = new_embeddings
+        self.diffusion_head = new_embeddings  # type: ignore[assignment]
 
     def forward(
         self,
@@ -95,6 +97,8 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
             inputs_embeds = self.embed(input_ids, pixel_values, image_sizes)
         B, T, _ = inputs_embeds.shape
         valid = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        if valid is not None and cache is not None:
+            raise ValueError("a cache holds rows without padding: pass cache= without an attention_mask that has zeros")
         offset = cache.offset if cache is not None else 0
         if position_ids is None:
             position_ids = positions(B, T, offset, valid, inputs_embeds.device)
@@ -129,7 +133,7 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
 
     def place(self, embeds: Tensor, input_ids: Tensor, features: Tensor) -> Tensor:
         """Put image features [sum of N, D], in order, where `input_ids` has image tokens."""
-        is_image = input_ids == self.config.image_token_id
+        is_image = torch.eq(input_ids, -1 if self.config.image_token_id is None else self.config.image_token_id)
         if int(is_image.sum()) != features.shape[0]:
             raise ValueError(
                 f"found {int(is_image.sum())} image tokens in input_ids "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,18 +13,27 @@ from .cache import KVCache
 from .conversation import ConversationCache, image_digest, image_spans
 from .model_inputs import image_token_counts, positions
 from .patterns import causal
+from .vision.images import pad_pixels
 
 if TYPE_CHECKING:
     from .model import TriModeVLM
 
+# Slots that a new cache has beyond its prompt at most; longer answers grow it (KVCache.reserve).
+FIRST_ROOM = 1024
+
 
 @dataclass
 class Prompt:
-    """One row without its padding. `images` are (digest, pixels [3, height, width]) in order; `counts` their tokens."""
+    """One row without its padding. `images` are pixels [3, height, width] in order; `counts` their tokens."""
 
     token_ids: list[int]
-    images: list[tuple[str, Tensor]] = field(default_factory=list)
+    images: list[Tensor] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+
+    @cached_property
+    def digests(self) -> list[str]:
+        """Fingerprints of the images, by which a conversation's cache knows them again."""
+        return [image_digest(pixels) for pixels in self.images]
 
 
 def read_prompts(
@@ -50,6 +60,8 @@ def read_prompts(
         if model.config.vision_config is not None and found:
             raise ValueError(f"found {found} image tokens in input_ids but no pixel_values")
         return prompts
+    if model.config.vision_config is None:
+        raise ValueError("this model is text only (its config has no vision_config): it takes no images")
     if image_sizes is None:
         image_sizes = torch.tensor([pixel_values.shape[-2:]] * len(pixel_values))
     sizes = [(int(h), int(w)) for h, w in image_sizes.tolist()]
@@ -67,22 +79,25 @@ def _share_images(model: TriModeVLM, prompts: list[Prompt], images: list[Tensor]
         open_tokens = sum(t == model.config.image_token_id for t in prompt.token_ids)
         while open_tokens > 0:
             pixels, count = next(given)
-            prompt.images.append((image_digest(pixels), pixels))
+            prompt.images.append(pixels)
             prompt.counts.append(count)
             open_tokens -= count
         if open_tokens < 0:
             raise ValueError(f"the image tokens of row {number} do not match its images")
 
 
-def prefill(model: TriModeVLM, prompts: list[Prompt], earlier: ConversationCache | None) -> tuple[KVCache, Tensor]:
+def prefill(
+    model: TriModeVLM, prompts: list[Prompt], earlier: ConversationCache | None, room: int
+) -> tuple[KVCache, Tensor]:
     """One causal forward of all prompts: the cache, and the logits [rows, V] behind each prompt's last token.
 
-    With a conversation's cache (one row), only the tokens that it does not hold are computed.
+    With a conversation's cache (one row), only the tokens that it does not hold are computed. `room` is how many
+    tokens may follow; the cache starts with space for them up to FIRST_ROOM and grows beyond.
     """
     device, config = model.device, model.config
     if earlier is None:
         longest = max(len(p.token_ids) for p in prompts)
-        cache = KVCache(config, len(prompts), longest, model.dtype, device)
+        cache = KVCache(config, len(prompts), longest + min(room, FIRST_ROOM), model.dtype, device)
         held = 0
     else:
         cache = earlier.kv
@@ -98,7 +113,8 @@ def prefill(model: TriModeVLM, prompts: list[Prompt], earlier: ConversationCache
     embeds = model.encoder.embed_tokens(ids_BT)
     images = _new_images(model, prompts, held)
     if images:
-        features = torch.cat([f for x in images for f in model.encode_images(x[None].to(device))])
+        sizes = torch.tensor([pixels.shape[-2:] for pixels in images])
+        features = torch.cat(model.encode_images(pad_pixels(images).to(device), sizes))
         embeds = model.place(embeds, ids_BT, features.to(embeds.dtype))
     position_ids = positions(len(prompts), T, held, None, device)
     hidden = model.hidden(embeds, position_ids, causal(len(prompts), T, device, held), cache)
@@ -109,8 +125,9 @@ def prefill(model: TriModeVLM, prompts: list[Prompt], earlier: ConversationCache
 
 def _reuse(model: TriModeVLM, prompt: Prompt, earlier: ConversationCache) -> int:
     spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
-    held = earlier.shared_prefix(prompt.token_ids, [d for d, _ in prompt.images], spans)
-    earlier.kv.truncate(held)
+    held = earlier.shared_prefix(prompt.token_ids, prompt.digests, spans)
+    images_held = sum(start < held for start, _ in spans)
+    earlier.hold(earlier.token_ids[:held], earlier.image_digests[:images_held])
     return held
 
 
@@ -119,5 +136,5 @@ def _new_images(model: TriModeVLM, prompts: list[Prompt], held: int) -> list[Ten
     images = []
     for prompt in prompts:
         spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
-        images += [pixels for (start, _), (_, pixels) in zip(spans, prompt.images, strict=True) if start >= held]
+        images += [pixels for (start, _), pixels in zip(spans, prompt.images, strict=True) if start >= held]
     return images

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import TriModeConfig
-from .decoders import MODE_OPTIONS
-from .generation_config import SHARED_OPTIONS, TriModeGenerationConfig
+from .generation_config import TriModeGenerationConfig
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -40,7 +39,9 @@ def load_processor(folder: Path, config: TriModeConfig, layout: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     names: dict[str, Any] = {f"{part}_token": _token(tokenizer, getattr(config, f"{part}_token_id")) for part in (
         "image", "image_start", "image_break", "image_end")}
-    if config.vision_config is None or names["image_token"] is None:
+    if config.vision_config is None:
+        names = {"image_token": ""}  # no images, even where the tokenizer knows image tokens
+    elif names["image_token"] is None:
         names = {}
     settings = _image_settings(folder) if layout == "mistral3" else {}
     if config.vision_config is not None:
@@ -53,10 +54,9 @@ def load_processor(folder: Path, config: TriModeConfig, layout: str) -> Any:
 
 
 def load_generation_config(folder: Path) -> TriModeGenerationConfig | None:
-    """The folder's generation settings, without those of other libraries that no decoder here takes."""
-    known = SHARED_OPTIONS.union(*MODE_OPTIONS.values())
-    settings = {k: v for k, v in _read(folder / "generation_config.json").items() if k in known and v is not None}
-    return TriModeGenerationConfig(**settings) if settings else None
+    """The folder's generation settings, if it has any."""
+    settings = _read(folder / "generation_config.json")
+    return TriModeGenerationConfig.from_settings(settings) if settings else None
 
 
 def save_companions(folder: Path, target: Path, config: TriModeConfig, layout: str, to: str) -> None:

@@ -6,6 +6,8 @@ Source: Pixtral 12B (arXiv 2410.07073); rotary layout as in transformers' Pixtra
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,11 +27,12 @@ class PixtralEncoder(nn.Module):
         # As transformers counts hidden states: 0 is the embedding, -1 the last layer's output.
         layers_run = feature_layer if feature_layer >= 0 else config.num_hidden_layers + 1 + feature_layer
         self.num_layers_run = layers_run
+        assert isinstance(config.patch_size, int)
         self.patch_conv = nn.Conv2d(
             config.num_channels, config.hidden_size, config.patch_size, stride=config.patch_size, bias=False
         )
         self.ln_pre = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.transformer = nn.Module()
+        self.transformer: Any = nn.Module()
         self.transformer.layers = nn.ModuleList(VisionLayer(config) for _ in range(config.num_hidden_layers))
         self.gradient_checkpointing = False
 
@@ -51,7 +54,7 @@ class PixtralEncoder(nn.Module):
     def _rotary(self, rows: int, cols: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """2-D rotary pairs [1, 1, N, K]: even frequencies turn with the row, odd ones with the column."""
         head_dim = self.config.hidden_size // self.config.num_attention_heads
-        rope = self.config.rope_parameters or {}
+        rope: dict[str, Any] = dict(self.config.rope_parameters or {})
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device=device) / head_dim
         inv_freq = 1.0 / rope.get("rope_theta", 1e4) ** exponents
         row = torch.arange(rows, device=device).repeat_interleave(cols)[:, None] * inv_freq[0::2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,19 +31,25 @@ class TimmEncoder(nn.Module):
         self.config = config
         # A ViT is told to take any grid; a CNN takes one anyway and does not know the options.
         is_vit = is_model_in_modules(config.architecture, ["vision_transformer"])
-        options = {"dynamic_img_size": True, "img_size": config.image_size} if is_vit else {}
+        options: dict[str, Any] = {"dynamic_img_size": True, "img_size": config.image_size} if is_vit else {}
         # Towers with buffers built from numpy cannot be made on the meta device; they are small next to the text model.
         with torch.device("cpu"):
-            self.model = timm.create_model(config.architecture, pretrained=False, num_classes=0, **options)
+            self.model: Any = timm.create_model(config.architecture, pretrained=False, num_classes=0, **options)
         self.num_prefix_tokens = getattr(self.model, "num_prefix_tokens", 0)
 
     @property
     def output_size(self) -> int:
-        return self.config.hidden_size or getattr(self.model, "head_hidden_size", self.model.num_features)
+        return self.config.hidden_size or self.model.num_features
 
     def forward(self, images: Tensor) -> Tensor:
         dtype = next(self.model.parameters()).dtype
         features = self.model.forward_features(images.to(dtype))
-        if features.dim() == 4:
-            return features.flatten(2).transpose(1, 2)
-        return features[:, self.num_prefix_tokens :]
+        tokens = features.flatten(2).transpose(1, 2) if features.dim() == 4 else features[:, self.num_prefix_tokens :]
+        stride, (height, width) = self.config.patch_size, images.shape[-2:]
+        expected = (height // stride) * (width // stride)
+        if tokens.shape[1] != expected:
+            raise ValueError(
+                f"timm tower {self.config.architecture!r} gives {tokens.shape[1]} features for {height} x {width} "
+                f"pixels but patch_size {stride} means {expected}: set patch_size to its stride"
+            )
+        return tokens

@@ -19,7 +19,7 @@ from .state import DecodeState, Settings, Step
 
 def decode_diffusion(state: DecodeState) -> Iterator[list[Step]]:
     """Yield the committed tokens at the left edge of the block as they become final, with the whole canvas."""
-    k, mask_id = state.settings.block_length, state.model.config.mask_token_id
+    k, mask_id = state.settings.block_length, state.mask_token_id
     refreshes = 0
     while state.rows:
         seed = pick(state.next_logits, state.settings.sampling, state.generators)
@@ -39,7 +39,7 @@ def decode_diffusion(state: DecodeState) -> Iterator[list[Step]]:
                 break
             cost = masked.any(-1).long().tolist()
             logits = state.propose(canvas)
-            tokens = pick(logits, state.settings.sampling, state.generators)
+            tokens = _pick_open_rows(state, logits, masked)
             chosen = _choose(logits, tokens, masked, state.settings)
             canvas = torch.where(chosen, tokens, canvas)
             masked = masked & ~chosen
@@ -49,6 +49,13 @@ def decode_diffusion(state: DecodeState) -> Iterator[list[Step]]:
         state.cache.advance([k] * state.batch)
         state.next_logits = state.process(logits, canvas)[:, -1]
         refreshes = 1
+
+
+def _pick_open_rows(state: DecodeState, logits: Tensor, masked: Tensor) -> Tensor:
+    """Candidates [B, k]; a row whose block is full draws nothing, so that it draws what it would draw alone."""
+    rows = masked.any(-1).nonzero().squeeze(-1)
+    picked = pick(logits[rows], state.settings.sampling, [state.generators[i] for i in rows.tolist()])
+    return torch.zeros_like(masked, dtype=torch.long).index_copy(0, rows, picked)
 
 
 def _choose(logits: Tensor, tokens: Tensor, masked: Tensor, settings: Settings) -> Tensor:

@@ -48,13 +48,21 @@ def decode_linear_spec(state: DecodeState) -> Iterator[list[Step]]:
 def _draft(state: DecodeState, seed: Tensor) -> tuple[Tensor, Tensor | None]:
     """One bidirectional forward of [seed, mask x (k - 1)]: ids [B, k - 1] and, sampling, what they were drawn from."""
     params = state.settings.sampling
-    canvas = seed.new_full((len(seed), state.settings.block_length), state.model.config.mask_token_id)
+    canvas = seed.new_full((len(seed), state.settings.block_length), state.mask_token_id)
     canvas[:, 0] = seed
     logits = state.propose(canvas)[:, 1:]
     if not params.do_sample:
         return logits.argmax(-1), None
     draft_probs = probabilities(logits, params)
-    return draw(draft_probs, state.generators), draft_probs
+    drafts = draft_probs.argmax(-1)
+    rows = _drafting_rows(state)
+    drafts[rows] = draw(draft_probs[rows], [state.generators[i] for i in rows])
+    return drafts, draft_probs
+
+
+def _drafting_rows(state: DecodeState) -> list[int]:
+    """Batch indices of the rows that may emit more than one token; only these draw drafts, as they would alone."""
+    return [i for i, remaining in enumerate(state.remaining) if remaining > 1]
 
 
 def _verify(
@@ -70,8 +78,10 @@ def _verify(
     target_probs = probabilities(logits, params)
     if draft_probs is None:
         draft_probs = target_probs[:, :0]
-    results = [
-        speculative_accept(draft_ids[i], draft_probs[i], target_probs[i], state.generators[i])
-        for i in range(state.batch)
-    ]
+    results = []
+    for i in range(state.batch):
+        k = draft_ids.shape[1] if state.remaining[i] > 1 else 0
+        results.append(
+            speculative_accept(draft_ids[i, :k], draft_probs[i, :k], target_probs[i, : k + 1], state.generators[i])
+        )
     return [n for n, _ in results], torch.tensor([t for _, t in results], device=logits.device)

@@ -73,6 +73,13 @@ class DecodeState:
     def batch(self) -> int:
         return len(self.rows)
 
+    @property
+    def mask_token_id(self) -> int:
+        """The mask; a request whose mode needs one is refused before it comes here without."""
+        token_id = self.model.config.mask_token_id
+        assert token_id is not None
+        return token_id
+
     def commit(self, ids_BT: Tensor) -> Tensor:
         """One causal forward, its keys written behind the lengths: logits [B, T, V] of each next token."""
         return self._forward(ids_BT, causal(self.batch, ids_BT.shape[1], ids_BT.device, self.cache.offset))

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from training_cases import MIXED, noise_settings, sample, tiny_model
+from training_cases import EOS, MIXED, noise_settings, sample, tiny_model
 
 from trimode_vlm import patterns
 from trimode_vlm.training.collate import collate, lay_out, micro_batches
 from trimode_vlm.training.dual_stream import pack
-from trimode_vlm.training.objective import Counts, combine, tri_mode_terms
+from trimode_vlm.training.objective import Counts, combine, count, tri_mode_terms
 
 
 def hidden_of(model, batch):
@@ -119,7 +119,7 @@ def test_extra_padding_changes_nothing():
     expected = terms_of(model, short)
     assert torch.allclose(terms.ar_sum, expected.ar_sum, atol=1e-5)
     assert torch.allclose(terms.diff_sum, expected.diff_sum, atol=1e-5)
-    assert terms.counts == expected.counts
+    assert count(target, long.is_noisy, long.is_maskable & own, long.sequence) == short.counts
 
 
 def test_chunks_equal_the_plain_form():
@@ -149,4 +149,33 @@ def test_ar_only_layout_gives_the_ar_loss_of_the_dual_stream():
     )
     terms = tri_mode_terms(hidden, alone.target, alone.is_noisy, alone.p_mask, alone.sequence, model.diffusion_head)
     assert torch.allclose(terms.ar_sum, terms_of(model, batch).ar_sum, atol=1e-4)
-    assert terms.diff_sum.item() == 0 and terms.counts.num_masked == 0
+    assert terms.diff_sum.item() == 0 and alone.counts.num_masked == alone.counts.num_maskable == 0
+
+
+def test_padding_behind_short_answers_is_counted_where_it_carries_loss():
+    """With every position masked and all cross entropies 1, the diffusion loss is 1, however short the answer."""
+    short = sample(0, ((5, 2),))
+    batch = batch_of([short], block_length=32, response_padding="block", end_token_id=EOS, full_block_fraction=1.0)
+    counts = batch.counts
+    assert (counts.num_supervised, counts.num_maskable, counts.num_masked) == (2, 32, 32)
+    diff_sum = torch.tensor(counts.num_masked)
+    assert combine(torch.zeros(()), diff_sum, counts, alpha=1.0) == 1
+    assert combine(torch.tensor(2.0), torch.zeros(()), counts, alpha=1.0) == 1
+
+
+@pytest.mark.parametrize("clean_first_fraction", [0.0, 1.0])
+@pytest.mark.parametrize("noisy_stream", ["response", "text"])
+def test_without_padding_the_maskable_tokens_are_the_supervised_ones(noisy_stream, clean_first_fraction):
+    counts = batch_of(MIXED, noisy_stream=noisy_stream, clean_first_fraction=clean_first_fraction).counts
+    assert counts.num_maskable == counts.num_supervised == sum(sum(s.loss_mask) for s in MIXED)
+
+
+def test_the_padded_diffusion_loss_is_unbiased():
+    """Over many draws the sum of 1/p over masked positions, divided by num_maskable, averages to 1."""
+    options = dict(block_length=16, response_padding="block", end_token_id=EOS, eps=0.05)
+    means = []
+    for seed in range(300):
+        batch = batch_of(MIXED[:3], seed=seed, **options)
+        masked = batch.is_noisy & (batch.target != -100)
+        means.append(float((masked / batch.p_mask).sum()) / batch.counts.num_maskable)
+    assert abs(sum(means) / len(means) - 1) < 0.05

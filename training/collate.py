@@ -55,6 +55,7 @@ class Batch:
     block_start: Tensor
     block_id: Tensor
     is_noisy: Tensor
+    is_maskable: Tensor
     target: Tensor
     p_mask: Tensor
     sequence: Tensor
@@ -64,8 +65,8 @@ class Batch:
 
     @property
     def counts(self) -> Counts:
-        """Supervised tokens, masked tokens and sequences of the batch."""
-        return count(self.target, self.is_noisy, self.sequence)
+        """Supervised, maskable and masked tokens and sequences of the batch."""
+        return count(self.target, self.is_noisy, self.is_maskable, self.sequence)
 
     def to(self, device: torch.device) -> Batch:
         """Move every tensor to a device."""
@@ -137,6 +138,7 @@ def collate(samples: Sequence[Encoded], rows: Sequence[DualStream], pad_token_id
         block_start=padded("block_start", -1),
         block_id=padded("block_id", -1),
         is_noisy=padded("is_noisy", False),
+        is_maskable=padded("is_maskable", False),
         target=padded("target", IGNORE),
         p_mask=padded("p_mask", 1.0),
         sequence=row_number * num_documents + document.clamp(min=0),

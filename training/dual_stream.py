@@ -21,8 +21,9 @@ class DualStream:
     position: the token's place in its clean document, kept by noisy tokens (so gaps appear where images were).
     block_start: position of the first token of the block (noisy) or the token's own position (clean).
     block_id: number of the block within its document (noisy), -1 (clean).
-    source: index of the token in the clean half (-1: padding behind a response). p_mask: masking probability of a
-    masked token, else 1. target: the next token for a clean token, the own token for a masked one, IGNORE elsewhere.
+    source: index of the token in the clean half (-1: padding behind a response). is_maskable: True for the noisy
+    tokens that noise may mask, answer tokens and padding. p_mask: masking probability of a token that may be masked
+    in this draw, else 1. target: the next token for a clean token, the own token for a masked one, IGNORE elsewhere.
     """
 
     input_ids: Tensor
@@ -32,6 +33,7 @@ class DualStream:
     block_id: Tensor
     is_noisy: Tensor
     source: Tensor
+    is_maskable: Tensor
     target: Tensor
     p_mask: Tensor
 
@@ -167,8 +169,8 @@ def build_dual_stream(
     # The shift happens here and nowhere else: the clean token before a supervised token carries it as its target.
     next_target = torch.full_like(input_ids, IGNORE)
     next_target[:-1] = torch.where(loss_mask[1:], input_ids[1:], IGNORE)
-    ones, minus = torch.ones(num_tokens), torch.full_like(input_ids, -1)
-    clean = (input_ids, position, position, minus, torch.zeros(num_tokens, dtype=torch.bool), next_target, ones)
+    ones, minus, no = torch.ones(num_tokens), torch.full_like(input_ids, -1), torch.zeros_like(loss_mask)
+    clean = (input_ids, position, position, minus, no, no, next_target, ones)
     if blocks is None:
         return _row([clean], [position], document)
     assert noisy_input_ids is not None and noise_mask is not None and p_mask is not None
@@ -182,12 +184,13 @@ def build_dual_stream(
         block_id = torch.where(blocks.loss_mask, block_id, prompt_id[blocks.source] + first_free)
         block_start = torch.where(blocks.loss_mask, block_start, prompt_start[blocks.source])
     own_target = torch.where(noise_mask, blocks.token_ids, IGNORE)
-    noisy = (noisy_input_ids, blocks.position, block_start, block_id, torch.ones_like(keep), own_target, p_mask)
+    yes = torch.ones_like(keep)
+    noisy = (noisy_input_ids, blocks.position, block_start, block_id, yes, blocks.loss_mask, own_target, p_mask)
     return _row([tuple(part[keep] for part in noisy), clean], [blocks.source[keep], position], document)
 
 
 def _row(halves: list[tuple[Tensor, ...]], sources: list[Tensor], document: int) -> DualStream:
-    ids, position, block_start, block_id, is_noisy, target, p_mask = (
+    ids, position, block_start, block_id, is_noisy, is_maskable, target, p_mask = (
         torch.cat(parts) for parts in zip(*halves, strict=True)
     )
     return DualStream(
@@ -198,6 +201,7 @@ def _row(halves: list[tuple[Tensor, ...]], sources: list[Tensor], document: int)
         block_id=block_id,
         is_noisy=is_noisy,
         source=torch.cat(sources),
+        is_maskable=is_maskable,
         target=target,
         p_mask=p_mask,
     )
@@ -210,6 +214,6 @@ def pack(rows: Sequence[DualStream]) -> DualStream:
         documents.append(torch.full_like(row.document, number))
         sources.append(torch.where(row.source >= 0, row.source + num_clean, -1))
         num_clean += int((~row.is_noisy).sum())
-    names = ("input_ids", "position", "block_start", "block_id", "is_noisy", "target", "p_mask")
+    names = ("input_ids", "position", "block_start", "block_id", "is_noisy", "is_maskable", "target", "p_mask")
     joined = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
     return DualStream(document=torch.cat(documents), source=torch.cat(sources), **joined)

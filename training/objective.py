@@ -18,9 +18,14 @@ WEIGHTS = ("1/p", "1")
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a batch holds, known before any forward, so that ranks can agree on the denominators first."""
+    """What a batch holds, known before any forward, so that ranks can agree on the denominators first.
+
+    num_supervised: answer tokens, the targets of the AR loss. num_maskable: positions of the noisy half that the noise
+    may mask, answer tokens and the padding behind them. num_masked: those that it did mask.
+    """
 
     num_supervised: float = 0.0
+    num_maskable: float = 0.0
     num_masked: float = 0.0
     num_sequences: float = 0.0
 
@@ -30,21 +35,24 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Sums over one micro-batch; ar_sum and diff_sum are scalars with a gradient, the rest are numbers without one."""
+    """Sums over one micro-batch; ar_sum and diff_sum are scalars with a gradient, the rest are numbers without one.
+
+    masked_correct counts right predictions at all masked positions, the padding behind an answer included.
+    """
 
     ar_sum: Tensor
     diff_sum: Tensor
     ar_correct: Tensor
     masked_correct: Tensor
-    counts: Counts
 
 
-def count(target_BT: Tensor, is_noisy_BT: Tensor, sequence_BT: Tensor) -> Counts:
-    """Count supervised tokens (targets of the clean half), masked tokens and sequences of a batch."""
+def count(target_BT: Tensor, is_noisy_BT: Tensor, is_maskable_BT: Tensor, sequence_BT: Tensor) -> Counts:
+    """Count supervised tokens (targets of the clean half), maskable and masked tokens and sequences of a batch."""
     labelled = target_BT != IGNORE
     supervised = labelled & ~is_noisy_BT
     return Counts(
         num_supervised=float(supervised.sum()),
+        num_maskable=float(is_maskable_BT.sum()),
         num_masked=float((labelled & is_noisy_BT).sum()),
         num_sequences=float(sequence_BT[supervised].unique().numel()),
     )
@@ -73,7 +81,7 @@ def tri_mode_terms(
     # 1. Only labelled positions reach the head. The shift is already in the targets (dual_stream).
     labelled_BT = target_BT != IGNORE
     hidden, target, is_noisy = hidden_BTD[labelled_BT], target_BT[labelled_BT], is_noisy_BT[labelled_BT]
-    # 2. AR tokens weigh 1; masked ones 1/p, which makes the masked sum an unbiased estimate over all supervised tokens.
+    # 2. AR tokens weigh 1; masked ones 1/p, which makes the masked sum an unbiased estimate over all maskable tokens.
     token_weight = torch.ones_like(p_mask_BT[labelled_BT])
     if weight == "1/p":
         token_weight = torch.where(is_noisy, 1.0 / p_mask_BT[labelled_BT], token_weight)
@@ -89,25 +97,30 @@ def tri_mode_terms(
         diff_sum=loss[1],
         ar_correct=correct[0],
         masked_correct=correct[1],
-        counts=count(target_BT, is_noisy_BT, sequence_BT),
     )
 
 
 def combine(ar_sum: Tensor, diff_sum: Tensor, counts: Counts, *, alpha: float, averaging: str = "tokens") -> Tensor:
-    """Return L_AR + alpha * L_diff for sums over any part of a global batch and the counts of the whole of it.
+    """Return L_AR + alpha * L_diff for sums over any part of a global batch and the counts of the whole of it."""
+    ar_count, diff_count = denominators(counts, averaging)
+    return ar_sum / ar_count + alpha * diff_sum / diff_count
 
-    tokens: both sums over the supervised tokens (unbiased for the diffusion term). masked: each by its own count.
-    pooled: both by supervised + masked. sequence: sums of per-sequence means by the number of sequences.
+
+def denominators(counts: Counts, averaging: str = "tokens") -> tuple[float, float]:
+    """What the sums of the AR and of the diffusion term are divided by, at least 1 each.
+
+    tokens: supervised tokens; maskable tokens, which with weight 1/p estimates the mean over them without bias.
+    masked: each term's own labelled tokens. pooled: both by supervised + masked. sequence: the number of sequences.
     """
     if averaging not in AVERAGINGS:
         raise ValueError(f"averaging must be one of {AVERAGINGS}, got {averaging!r}")
     ar_count, diff_count = {
-        "tokens": (counts.num_supervised, counts.num_supervised),
+        "tokens": (counts.num_supervised, counts.num_maskable),
         "masked": (counts.num_supervised, counts.num_masked),
         "pooled": (counts.num_supervised + counts.num_masked,) * 2,
         "sequence": (counts.num_sequences, counts.num_sequences),
     }[averaging]
-    return ar_sum / max(ar_count, 1.0) + alpha * diff_sum / max(diff_count, 1.0)
+    return max(ar_count, 1.0), max(diff_count, 1.0)
 
 
 def _weighted_cross_entropy(

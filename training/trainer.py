@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trimode_vlm.training import saves
 from trimode_vlm.training.collate import Batch, NoiseSettings, micro_batches
 from trimode_vlm.training.data import Source
 from trimode_vlm.training.distributed import Ranks
-from trimode_vlm.training.objective import Counts, Terms, combine, tri_mode_terms
+from trimode_vlm.training.objective import Counts, Terms, combine, denominators, tri_mode_terms
 from trimode_vlm.training.optimizers import load_optimizer_tensors, lr_factor, make_optimizers, optimizer_tensors
 
 
@@ -251,10 +251,8 @@ class Trainer:
 
     def _global_counts(self, batches: list[Batch]) -> Counts:
         local = sum((batch.counts for batch in batches), Counts())
-        total = self.ranks.sum(
-            torch.tensor([local.num_supervised, local.num_masked, local.num_sequences], dtype=torch.float64)
-        )
-        return Counts(num_supervised=float(total[0]), num_masked=float(total[1]), num_sequences=float(total[2]))
+        total = self.ranks.sum(torch.tensor(list(asdict(local).values()), dtype=torch.float64))
+        return Counts(**dict(zip(asdict(local), total.tolist(), strict=True)))
 
     def _set_lr(self) -> float:
         s = self.settings
@@ -268,15 +266,15 @@ class Trainer:
 
     def _metrics(self, sums: Tensor, counts: Counts, norm: float, lr: float, batches: list[Batch]) -> dict[str, float]:
         ar_sum, diff_sum, ar_correct, masked_correct = sums.tolist()
-        supervised, masked = max(counts.num_supervised, 1), max(counts.num_masked, 1)
-        per_term = counts.num_sequences if self.settings.averaging == "sequence" else supervised
+        ar_count, diff_count = denominators(counts, self.settings.averaging)
         return {
             "step": self.step,
-            "ar_loss": ar_sum / max(per_term, 1),
-            "diff_loss": diff_sum / max(per_term, 1),
-            "ar_accuracy": ar_correct / supervised,
-            "masked_accuracy": masked_correct / masked,
+            "ar_loss": ar_sum / ar_count,
+            "diff_loss": diff_sum / diff_count,
+            "ar_accuracy": ar_correct / max(counts.num_supervised, 1),
+            "masked_accuracy": masked_correct / max(counts.num_masked, 1),
             "supervised_tokens": counts.num_supervised,
+            "maskable_tokens": counts.num_maskable,
             "masked_tokens": counts.num_masked,
             "grad_norm": norm,
             "lr": lr,

@@ -317,7 +317,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     with monkeypatch.context() as patch:
         patch.setattr(chat_model, "stream", lambda **options: Interrupted(**options))
         terminal.talk(conversation, [], iter(["Hello"]))
-    assert "stopped; ar: 2 tokens" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert "ar: 2 tokens" in line and line.endswith(", stopped\n")
     terminal.talk(conversation, [], iter(["Again"]))
     assert "ar: 6 tokens" in capsys.readouterr().err
     assert len(conversation.messages) == 4

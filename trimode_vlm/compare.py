@@ -50,6 +50,5 @@ def summary(mode: str, output: Any) -> str:
     return (
         f"{mode}: {output.num_new_tokens[0]} tokens in {output.nfe[0]} forwards "
         f"({output.nfe_prefill[0]} prefill), TPF {output.tokens_per_forward[0]:.2f} decode, "
-        f"{output.tokens_per_forward_end_to_end[0]:.2f} end to end, "
-        f"{output.seconds[0]:.2f} s, {output.finish_reasons[0]}"
+        f"{output.tokens_per_forward_end_to_end[0]:.2f} end to end, {output.seconds[0]:.2f} s"
     )

@@ -211,17 +211,21 @@ class Conversation:
 def say(conversation: Conversation, question: str, images: Sequence[Image]) -> None:
     """Stream one answer to stdout and its summary to stderr; Ctrl-C ends the answer alone."""
     pieces = conversation.ask(question, images)
-    stopped = ""
+    stopped = False
     try:
         for piece in pieces:
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        stopped = "stopped; "
+        stopped = True
     finally:
         pieces.close()  # type: ignore[attr-defined]
         print(flush=True)
-    said = summary(conversation.mode, conversation.output) if conversation.output else "no answer"
-    print(stopped + said, file=sys.stderr)
+    output = conversation.output
+    if output is None:
+        print("no answer", file=sys.stderr)
+    else:
+        reason = "stopped" if stopped or not output.finish_reasons else output.finish_reasons[0]
+        print(f"{summary(conversation.mode, output)}, {reason}", file=sys.stderr)
 
 
 def read_lines() -> Iterator[str]:

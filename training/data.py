@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -51,18 +52,15 @@ class ListSource:
         drawn = []
         for number in range(step * self.batch_samples + rank, (step + 1) * self.batch_samples, world):
             epoch, place = divmod(number, len(self.samples))
-            order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(self.seed + epoch))
-            sample = self.samples[int(order[place])]
-            drawn.append(
-                Encoded(
-                    sample_id=sample.sample_id,
-                    input_ids=sample.input_ids,
-                    loss_mask=sample.loss_mask,
-                    images=sample.images,
-                    epoch=epoch,
-                )
-            )
+            sample = self.samples[_order(len(self.samples), self.seed + epoch)[place]]
+            drawn.append(replace(sample, epoch=epoch))
         return drawn
+
+
+# Two: a step may end one epoch and begin the next.
+@lru_cache(maxsize=2)
+def _order(num_samples: int, seed: int) -> list[int]:
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @dataclass(frozen=True)

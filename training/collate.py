@@ -21,6 +21,7 @@ from trimode_vlm.training.dual_stream import (
     sample_block_length,
 )
 from trimode_vlm.training.objective import Counts, count
+from trimode_vlm.vision.images import pad_pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +121,7 @@ def collate(samples: Sequence[Encoded], rows: Sequence[DualStream], pad_token_id
     pixel_values = image_sizes = None
     if images:
         image_sizes = torch.tensor([image.shape[-2:] for image in images])
-        height, width = image_sizes.amax(0).tolist()
-        pixel_values = torch.zeros(len(images), 3, height, width)
-        for number, image in enumerate(images):
-            pixel_values[number, :, : image.shape[1], : image.shape[2]] = image
+        pixel_values = pad_pixels(images)
 
     def padded(name: str, value: float) -> Tensor:
         return pad_sequence([getattr(row, name) for row in rows], batch_first=True, padding_value=value)

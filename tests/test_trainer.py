@@ -6,25 +6,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fake_device
 import pytest
 import torch
+import torch.distributed as dist
+from fake_device import FakeDevice
 from safetensors.torch import load_file
 from training_cases import MIXED, sample, tiny_model
 
 from trimode_vlm.training import saves
 from trimode_vlm.training.cli import train
 from trimode_vlm.training.data import ListSource, StreamSource
+from trimode_vlm.training.distributed import Ranks
 from trimode_vlm.training.nano_recipe import NanoSettings
-from trimode_vlm.training.optimizers import lr_factor
+from trimode_vlm.training.optimizers import load_optimizer_tensors, lr_factor, optimizer_tensors
 from trimode_vlm.training.settings import build, parse_overrides, read_yaml
 from trimode_vlm.training.trainer import Trainer, TrainSettings
 
 SETTINGS = dict(steps=6, lr=1e-2, block_length=4, micro_batch_tokens=None, micro_batch_samples=2, log_every=1)
 
 
-def trainer(folder, source=None, dtype=torch.float32, **changes):
+def trainer(folder, source=None, dtype=torch.float32, ranks=None, **changes):
     source = source or ListSource([*MIXED, sample(4), sample(5, ((2, 9),))], batch_samples=4)
-    return Trainer(tiny_model().to(dtype), source, TrainSettings(**{**SETTINGS, **changes}), folder)
+    return Trainer(tiny_model().to(dtype), source, TrainSettings(**{**SETTINGS, **changes}), folder, ranks)
 
 
 def weights(t):
@@ -58,6 +62,22 @@ def test_torn_newest_checkpoint_is_skipped_with_a_warning(tmp_path):
         assert path.suffix in ("", ".json", ".jsonl", ".safetensors")
 
 
+def test_optimizer_state_must_name_every_parameter_of_the_run_and_no_other(tmp_path):
+    first = trainer(tmp_path, source=ListSource([MIXED[0]], batch_samples=1), micro_batch_samples=1)
+    first.train_step()
+    tensors = optimizer_tensors(first.optimizers)
+    tower = [name for name, _ in first.named if "vision_tower" in name]
+    assert tower and all(f"0/{name}/no_state" in tensors for name in tower), "no picture, no gradient, no state"
+    again = trainer(tmp_path).optimizers
+    load_optimizer_tensors(again, tensors)
+    assert optimizer_tensors(again).keys() == tensors.keys()
+    head = "0/diffusion_head.weight"
+    with pytest.raises(ValueError, match=f"lacks '{head}'"):
+        load_optimizer_tensors(again, {k: v for k, v in tensors.items() if not k.startswith(head)})
+    with pytest.raises(ValueError, match="'0/another' has no parameter in this run"):
+        load_optimizer_tensors(again, {**tensors, "0/another/step": torch.zeros(())})
+
+
 def test_unfinished_writing_is_invisible(tmp_path):
     (tmp_path / ".writing-00000009").mkdir(parents=True)
     assert saves.newest_checkpoint(tmp_path) is None
@@ -88,6 +108,17 @@ def test_nan_stops_with_step_and_samples(tmp_path):
         t.train_step()
 
 
+def test_the_order_of_an_epoch_is_made_once(monkeypatch):
+    made, randperm = [], torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda n, **options: made.append(n) or randperm(n, **options))
+    source = ListSource(MIXED, batch_samples=3, seed=12345)
+    drawn = [s for step in range(8) for s in source.draw(step, 0, 1)]
+    assert made == [4] * 6, "24 samples, six epochs of four"
+    expected = [randperm(4, generator=torch.Generator().manual_seed(12345 + epoch)).tolist() for epoch in range(6)]
+    assert [s.sample_id for s in drawn] == [MIXED[i].sample_id for order in expected for i in order]
+    assert [s.epoch for s in drawn] == [number // 4 for number in range(24)]
+
+
 def test_stream_ids_never_meet():
     source = StreamSource(lambda number, step: sample(number), lambda s: len(s.input_ids), 100)
     ids = [s.sample_id for step in range(3) for rank in range(2) for s in source.draw(step, rank, 2)]
@@ -102,8 +133,7 @@ from test_trainer import trainer, weights
 from trimode_vlm.training.distributed import Ranks
 torch.set_num_threads(1)
 ranks = Ranks.start()
-t = trainer(Path(sys.argv[1]), dtype=torch.float64)
-t.ranks = ranks
+t = trainer(Path(sys.argv[1]), dtype=torch.float64, ranks=ranks)
 t.fit(until=2)
 if ranks.is_main:
     save_file({"weights": weights(t)}, Path(sys.argv[1]) / "weights.safetensors")
@@ -125,11 +155,53 @@ def test_two_ranks_equal_one(tmp_path):
         str(script),
         str(tmp_path / "r2"),
     ]
-    subprocess.run([sys.executable, *command], check=True, env=env, timeout=120, capture_output=True)
+    subprocess.run([sys.executable, *command], check=True, env=env, timeout=600, capture_output=True)
     one = trainer(tmp_path / "r1", dtype=torch.float64)
     one.fit(until=2)
     two = load_file(tmp_path / "r2" / "weights.safetensors")["weights"]
     assert torch.allclose(weights(one), two, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "num_gpus, world, local_world, expected",
+    [
+        (0, 2, 2, ("gloo", "cpu")),
+        (1, 2, 2, ("gloo", "cpu")),  # NCCL refuses two ranks on one GPU
+        (2, 2, 2, ("nccl", "cuda:1")),
+        (2, 4, 2, ("nccl", "cuda:1")),  # two machines
+        (1, 1, 1, (None, "cuda:0")),
+        (0, 1, 1, (None, "cpu")),
+    ],
+)
+def test_collectives_and_device_go_together(monkeypatch, num_gpus, world, local_world, expected):
+    backends = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: backends.append(backend))
+    monkeypatch.setattr(dist, "get_rank", lambda: world - 1)
+    for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local_world), ("LOCAL_RANK", local_world - 1)):
+        monkeypatch.setenv(name, str(value))
+    ranks = Ranks.start()
+    assert (backends[0] if backends else None, str(ranks.device)) == expected
+    assert (ranks.rank, ranks.world) == (world - 1, world)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_lies_on_the_ranks_device_and_equals_one_on_the_cpu(tmp_path, optimizer):
+    """What a GPU would refuse is refused here: an operation between tensors of two devices."""
+    here = trainer(tmp_path / "cpu", optimizer=optimizer)
+    here.fit(until=3)
+    with FakeDevice() as fake:
+        ranks = Ranks(device=fake_device.DEVICE)
+        for until in (2, 3):  # with a checkpoint and a resume in between
+            there = trainer(tmp_path / "fake", optimizer=optimizer, ranks=ranks)
+            there.fit(until=until)
+    state = {k: v for o, _ in there.optimizers for values in o.state.values() for k, v in values.items()}
+    assert len(state) >= 2
+    for name, value in [*state.items(), *there.model.named_parameters()]:
+        assert fake.holds(value) == (name != "step"), name
+    assert torch.equal(weights(here), weights(there))
 
 
 def test_schedules_end_at_zero():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
+NO_STATE = "no_state"
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
@@ -71,11 +72,16 @@ def lr_factor(
 
 
 def optimizer_tensors(optimizers: list[tuple[torch.optim.Optimizer, NamedParameters]]) -> dict[str, Tensor]:
-    """Flatten optimizer state to named tensors: "{optimizer}/{parameter}/{key}"."""
+    """Flatten optimizer state to named tensors: "{optimizer}/{parameter}/{key}".
+
+    A parameter that never had a gradient has no state; an empty tensor under the key NO_STATE stands for it, so that
+    the file names every parameter.
+    """
     tensors: dict[str, Tensor] = {}
     for number, (optimizer, named) in enumerate(optimizers):
         for name, parameter in named:
-            for key, value in optimizer.state.get(parameter, {}).items():
+            state = optimizer.state.get(parameter, {}) or {NO_STATE: torch.zeros(0)}
+            for key, value in state.items():
                 tensors[f"{number}/{name}/{key}"] = (
                     value.contiguous() if isinstance(value, Tensor) else torch.tensor(value)
                 )
@@ -89,9 +95,15 @@ def load_optimizer_tensors(
     places = {
         f"{number}/{name}": (optimizer, p) for number, (optimizer, named) in enumerate(optimizers) for name, p in named
     }
+    found = {name.rpartition("/")[0] for name in tensors}
+    if unknown := sorted(found - places.keys()):
+        raise ValueError(f"optimizer state for {unknown[0]!r} has no parameter in this run ({len(unknown)} such)")
+    if missing := sorted(places.keys() - found):
+        raise ValueError(f"the optimizer state lacks {missing[0]!r} ({len(missing)} parameters in all)")
     for full_name, value in tensors.items():
         place, _, key = full_name.rpartition("/")
-        if place not in places:
-            raise ValueError(f"optimizer state for {place!r} has no parameter in this run")
+        if key == NO_STATE:
+            continue
         optimizer, parameter = places[place]
-        optimizer.state[parameter][key] = value.clone()
+        # Optimizers count their steps on the CPU and keep the rest beside the parameter.
+        optimizer.state[parameter][key] = value.to("cpu" if key == "step" else parameter.device, copy=True)

@@ -83,7 +83,10 @@ class TrainSettings:
 
 
 class Trainer:
-    """Trains `model` on `source` in `folder`; `fit` resumes from the newest whole checkpoint there."""
+    """Trains `model` on `source` in `folder`; `fit` resumes from the newest whole checkpoint there.
+
+    The model is moved to the rank's device, in place; batches follow it one by one.
+    """
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class Trainer:
     ) -> None:
         self.model, self.source, self.settings, self.folder = model, source, settings, Path(folder)
         self.ranks, self.name = ranks or Ranks(), name
+        model.to(self.ranks.device)
         config: Any = model.config
         vision_ids = (
             config.image_token_id,
@@ -166,7 +170,7 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         for batch in batches:
             with self._timed("forward"):
-                terms = self.forward(batch)
+                terms = self.forward(batch.to(self.ranks.device))
                 loss = combine(terms.ar_sum, terms.diff_sum, counts, alpha=settings.alpha, averaging=settings.averaging)
             if not torch.isfinite(loss):
                 self._stop_on_nan(batch.sample_ids)

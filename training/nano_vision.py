@@ -20,10 +20,16 @@ from trimode_vlm.training.data import SLOTS_PER_STEP
 from trimode_vlm.training.distributed import Ranks
 from trimode_vlm.training.nano_data import picture_seed, pixels
 from trimode_vlm.training.pictures import COLORS, KINDS, MAX_CELLS, Picture, make_picture
+from trimode_vlm.training.synthetic import HELD_OUT_SEED
 from trimode_vlm.training.trainer import Trainer, TrainSettings
+from trimode_vlm.vision.images import pad_pixels
 
+ACCURACIES = ("color_accuracy", "content_accuracy", "row_accuracy", "col_accuracy")
 NONE_LOGIT = 0.5
 """Logit of "this cell holds no such word", as a share of the logit that a present word has at the optimum."""
+
+HELD_OUT_CELLS = 600
+"""At least so many cells of held-out pictures are checked at the end of the stage."""
 
 TWIN_NOISE = 0.4
 """Length of the difference between "red" and " red" at the start, as a share of an embedding's length."""
@@ -82,12 +88,27 @@ class PictureSource:
             # The kinds alternate over ranks and steps too, not only inside one draw.
             kind = KINDS[(number + step + rank) % len(KINDS)]
             drawn.append(make_picture(kind, picture_seed("vision", self.seed, number), 1.0))
-            cells += len(drawn[-1].cells) * len(drawn[-1].cells[0])
+            cells += _num_cells(drawn[-1])
         return drawn
 
 
+def held_out_pictures(num_cells: int) -> list[Picture]:
+    """Pictures of all kinds in turn that training never draws, until they have num_cells cells."""
+    pictures: list[Picture] = []
+    while sum(map(_num_cells, pictures)) < num_cells:
+        pictures.append(make_picture(KINDS[len(pictures) % len(KINDS)], HELD_OUT_SEED + len(pictures)))
+    return pictures
+
+
+def _num_cells(picture: Picture) -> int:
+    return len(picture.cells) * len(picture.cells[0])
+
+
 class VisionTrainer(Trainer):
-    """Trainer of tower and projector against the word embeddings, which stay fixed."""
+    """Trainer of tower and projector against the word embeddings, which stay fixed.
+
+    `fit` ends with a check on held-out pictures, as a last line of the log and in the metrics that it returns.
+    """
 
     def __init__(
         self,
@@ -101,7 +122,8 @@ class VisionTrainer(Trainer):
     ) -> None:
         source: Any = PictureSource(settings.seed, settings.batch_tokens)
         super().__init__(model, source, settings, folder, ranks, "vision")
-        self.processor, self.places = processor, places
+        self.processor = processor
+        self.places = {name: vectors.to(self.ranks.device) for name, vectors in places.items()}
         embedding = model.encoder.embed_tokens.weight.detach()  # type: ignore[union-attr, operator]
         colors = [word for word in word_ids if word in COLORS]
         contents = [word for word in word_ids if word not in COLORS]
@@ -110,6 +132,36 @@ class VisionTrainer(Trainer):
             for words in (colors, contents)
         ]
         self.norm2 = float(embedding[word_ids[colors[0]]].square().sum())
+
+    def fit(self, until: int | None = None) -> dict[str, float]:
+        metrics = super().fit(until)
+        if self.progress < 1:
+            return metrics
+        held_out = self.held_out()
+        self._log({"step": self.step, **held_out})
+        return {**metrics, **held_out}
+
+    @torch.no_grad()
+    def held_out(self, num_cells: int = HELD_OUT_CELLS) -> dict[str, float]:
+        """Accuracies over the cells of held-out pictures: each slot, and colour with content where a cell shows any."""
+        pictures = held_out_pictures(num_cells)
+        labels, vectors = self.targets(pictures)
+        _, hits = self.losses(self.features(*self.images(pictures)), labels, vectors)
+        no_color, no_content = (len(table) for table, _ in self.slots)
+        is_filled = (labels[:, 0] != no_color) | (labels[:, 1] != no_content)
+        values = dict(zip((f"held_out_{name}" for name in ACCURACIES), hits.float().mean(0).tolist(), strict=True))
+        values["held_out_filled_accuracy"] = float(hits[is_filled, :2].all(1).float().mean())
+        return {**values, "held_out_cells": float(len(labels)), "held_out_filled_cells": float(is_filled.sum())}
+
+    def images(self, pictures: Sequence[Picture]) -> tuple[Tensor, Tensor]:
+        """(pixel_values, image_sizes) of pictures, as encode_images takes them."""
+        images = [pixels(self.processor, picture.image) for picture in pictures]
+        return pad_pixels(images).to(self.ranks.device), torch.tensor([image.shape[-2:] for image in images])
+
+    def features(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
+        """Features [cells, D] of all cells, picture by picture, row by row."""
+        model: Any = self.model
+        return torch.cat(model.encode_images(pixel_values, image_sizes))
 
     def targets(self, pictures: Sequence[Picture]) -> tuple[Tensor, Tensor]:
         """Labels [cells, 4] of (colour, content, row, column), the last index: none; and targets [cells, D]."""
@@ -126,53 +178,35 @@ class VisionTrainer(Trainer):
                         vector = vector + self.slots[slot][1][label[slot]]
                     labels.append(label)
                     vectors.append(vector / 2)
-        return torch.tensor(labels), torch.stack(vectors)
+        return torch.tensor(labels, device=self.ranks.device), torch.stack(vectors)
 
     def train_step(self) -> dict[str, float]:
-        model: Any = self.model
         with self._timed("data"):
-            drawn: Any = self.source.draw(self.step, self.ranks.rank, self.ranks.world)
-            # Equal grids lie together, so that the tower runs them as one batch.
-            pictures = sorted(drawn, key=lambda picture: picture.image.size)
+            pictures: Any = self.source.draw(self.step, self.ranks.rank, self.ranks.world)
             labels, vectors = self.targets(pictures)
-            images = [pixels(self.processor, picture.image) for picture in pictures]
+            images = self.images(pictures)
         for optimizer, _ in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         num_cells = self.ranks.sum(torch.tensor(float(len(labels)))).item()
         with self._timed("forward"):
-            features = torch.cat(encode_by_size(model, images))
-            losses, hits = self.losses(features, labels, vectors)
+            losses, hits = self.losses(self.features(*images), labels, vectors)
         loss = losses.sum() / num_cells
         if not torch.isfinite(loss):
             self._stop_on_nan(tuple(picture.seed for picture in pictures))
         with self._timed("backward"):
             loss.backward()
-        sums = self.ranks.sum(torch.cat([losses.detach(), hits])) / num_cells
+        sums = self.ranks.sum(torch.cat([losses.detach(), hits.float().sum(0)])) / num_cells
         norm, lr = self._update(tuple(picture.seed for picture in pictures))
         names = ("color_loss", "content_loss", "row_loss", "col_loss", "square_loss")
-        accuracies = ("color_accuracy", "content_accuracy", "row_accuracy", "col_accuracy")
-        values = dict(zip((*names, *accuracies), sums.tolist(), strict=True))
+        values = dict(zip((*names, *ACCURACIES), sums.tolist(), strict=True))
         return {"step": self.step, **values, "grad_norm": norm, "lr": lr, "cells": num_cells}
 
     def losses(self, features: Tensor, labels: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed losses [5] (four slots, squared error relative to the norm) and hits [4] over all cells."""
+        """Losses [5], summed over cells (four slots, squared error relative to the norm), and hits, bool [cells, 4]."""
         none = features.new_full((len(features), 1), NONE_LOGIT * self.norm2 / 2)
         logits = [torch.cat([features @ table.T, none], 1) for _, table in self.slots]
         logits += [features @ self.places["row"].T, features @ self.places["col"].T]
         slot_losses = [F.cross_entropy(x, labels[:, i], reduction="sum") for i, x in enumerate(logits)]
         square = (features - vectors).square().sum() / self.norm2
-        hits = torch.stack([(x.argmax(1) == labels[:, i]).sum() for i, x in enumerate(logits)]).float()
+        hits = torch.stack([x.argmax(1) == labels[:, i] for i, x in enumerate(logits)], 1)
         return torch.stack([*slot_losses, square]), hits
-
-
-def encode_by_size(model: Any, images: list[Tensor]) -> list[Tensor]:
-    """Features of images that lie sorted by size: one call per size, without padding one to another."""
-    features: list[Tensor] = []
-    start = 0
-    while start < len(images):
-        end = start
-        while end < len(images) and images[end].shape == images[start].shape:
-            end += 1
-        features += model.encode_images(torch.stack(images[start:end]))
-        start = end
-    return features

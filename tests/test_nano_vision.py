@@ -12,7 +12,7 @@ from trimode_vlm.training.nano_recipe import NanoSettings, start_model
 from trimode_vlm.training.nano_vision import HELD_OUT_CELLS, PictureSource, VisionTrainer, held_out_pictures
 from trimode_vlm.training.settings import read_yaml
 from trimode_vlm.training.synthetic import HELD_OUT_SEED
-from trimode_vlm.training.trainer import TrainSettings
+from trimode_vlm.training.train_settings import TrainSettings
 
 SLOTS = ("color", "content", "row", "col")
 SMALL = read_yaml("nano-smoke")["model"]

@@ -21,7 +21,8 @@ from trimode_vlm.training.distributed import Ranks
 from trimode_vlm.training.nano_recipe import NanoSettings
 from trimode_vlm.training.optimizers import load_optimizer_tensors, lr_factor, optimizer_tensors
 from trimode_vlm.training.settings import build, parse_overrides, read_yaml
-from trimode_vlm.training.trainer import Trainer, TrainSettings
+from trimode_vlm.training.train_settings import TrainSettings
+from trimode_vlm.training.trainer import Trainer
 
 SETTINGS = dict(steps=6, lr=1e-2, block_length=4, micro_batch_tokens=None, micro_batch_samples=2, log_every=1)
 

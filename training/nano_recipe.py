@@ -1,12 +1,15 @@
-"""The recipe of the shipped nano model: from random weights to a model folder in four resumable stages.
+"""The recipe of the shipped nano model: from random weights to a model folder in resumable stages.
 
 0 vision: tower and projector learn word embeddings (nano_vision). 1 ar: AR loss alone. 2 joint: AR + alpha * diffusion.
 control (optional): from the end of stage 1, AR alone for as many steps as joint took, the alpha = 0 comparison.
+A folder remembers its settings; a run with others is refused before anything is trained.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +25,42 @@ from trimode_vlm.training.distributed import Ranks
 from trimode_vlm.training.nano_data import NanoMaker, build_processor, cell_word_ids, token_ids
 from trimode_vlm.training.nano_tokenizer import twin_token_ids
 from trimode_vlm.training.nano_vision import VisionTrainer, start_weights
-from trimode_vlm.training.trainer import Trainer, TrainSettings
+from trimode_vlm.training.settings import check_known, check_range
+from trimode_vlm.training.tasks import TASKS
+from trimode_vlm.training.train_settings import TrainSettings, check_unchanged
+from trimode_vlm.training.trainer import Trainer
+
+STARTS_FROM = {"ar": "vision", "joint": "ar", "control": "ar"}
+VISION_WEIGHTS = ("encoder.vision_tower.", "encoder.multi_modal_projector.")
+TEXT_WEIGHTS = ("encoder.embed_tokens.", "encoder.layers.", "encoder.norm.", "diffusion_head.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextStage(TrainSettings):
     """A text stage: the loop's settings and the mix of samples (see NanoMaker); grow_share is a share of `steps`."""
 
-    tasks: dict[str, float] = field(default_factory=dict)
+    tasks: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TASKS, 1.0))
     qa_share: float = 0.35
     qa_turns: int = 5
     grow_share: float = 0.33
     min_scale: float = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, 0, 1, "qa_share", "grow_share", "min_scale")
+        check_range(self, 1, math.inf, "qa_turns")
+        if unknown := [name for name in self.tasks if name not in TASKS]:
+            raise ValueError(f"tasks must be among {', '.join(TASKS)}, got {unknown[0]!r}")
+        if not all(0 <= weight < math.inf for weight in self.tasks.values()) or not any(self.tasks.values()):
+            raise ValueError(f"tasks must have weights of at least 0, one of them above, got {self.tasks!r}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class NanoSettings:
-    """All settings of the nano recipe; `model` overrides fields of the preset, `out` is the run's folder."""
+    """All settings of the nano recipe; `model` overrides fields of the preset, `out` is the run's folder.
+
+    allow_changed_settings: go on in a folder that was trained with other settings, for instance with other tasks.
+    """
 
     recipe: str = "nano"
     out: str = "runs/nano"
@@ -49,32 +71,97 @@ class NanoSettings:
     ar: TextStage = field(default_factory=TextStage)
     joint: TextStage = field(default_factory=TextStage)
     control: bool = False
+    allow_changed_settings: bool = False
+
+    def __post_init__(self) -> None:
+        check_known(self, recipe=("nano",))
+        check_range(self, 1, math.inf, "threads")
 
 
 def run(settings: NanoSettings, ranks: Ranks) -> Path:
-    """Run or resume all stages; returns the model folder (`out`/model; the control's is `out`/control_model)."""
+    """Run or resume all stages; returns the model folder (`out`/model; the control's is `out`/control_model).
+
+    Raises ValueError, before anything is trained, when `out` holds a run with other settings.
+    """
     torch.set_num_threads(settings.threads)
     out = Path(settings.out)
     model, processor, places = start_model(settings)
-    word_ids = cell_word_ids(processor)
-    _train_only(model, "encoder.vision_tower.", "encoder.multi_modal_projector.")
-    vision = replace(settings.vision, seed=settings.seed)
-    _stage(
-        model,
-        out / "vision",
-        ranks,
-        lambda: VisionTrainer(model, processor, word_ids, places, vision, out / "vision", ranks),
-    )
-    _train_only(model, "encoder.embed_tokens.", "encoder.layers.", "encoder.norm.", "diffusion_head.")
-    _stage(model, out / "ar", ranks, lambda: text_trainer(model, processor, settings, "ar", ranks))
-    _stage(model, out / "joint", ranks, lambda: text_trainer(model, processor, settings, "joint", ranks))
+    own = {"model": settings.model, "vocabulary": _digest(processor.tokenizer.get_vocab())}
+    check_folder(settings, own)
+
+    def stage(name: str, steps: int | None = None) -> None:
+        chosen = stage_settings(settings, name, steps)
+        _train_only(model, *(VISION_WEIGHTS if name == "vision" else TEXT_WEIGHTS))
+        if is_finished(out / name, chosen):
+            _load(model, out / name)
+            return
+        trainer: Trainer
+        if name == "vision":
+            words = cell_word_ids(processor)
+            trainer = VisionTrainer(model, processor, words, places, chosen, out / name, ranks)
+        else:
+            assert isinstance(chosen, TextStage)
+            trainer = text_trainer(model, processor, chosen, out / name, ranks)
+        trainer.fingerprint |= own
+        trainer.allow_changed = settings.allow_changed_settings
+        metrics = trainer.fit()
+        if ranks.is_main:
+            done = {"step": trainer.step, "elapsed_sec": trainer.elapsed_sec, "metrics": metrics}
+            text = json.dumps({**done, "settings": trainer.fingerprint}, indent=1)
+            (out / name / "done.json").write_text(text, encoding="utf-8")
+        ranks.barrier()
+
+    for name in ("vision", "ar", "joint"):
+        stage(name)
     _save_model(model, processor, out / "model", ranks)
     if settings.control:
-        steps = _done(out / "joint")["step"]
         _load(model, out / "ar")
-        _stage(model, out / "control", ranks, lambda: text_trainer(model, processor, settings, "control", ranks, steps))
+        done = json.loads((out / "joint" / "done.json").read_text(encoding="utf-8"))
+        stage("control", done["step"])
         _save_model(model, processor, out / "control_model", ranks)
     return out / "model"
+
+
+def stage_settings(settings: NanoSettings, name: str, steps: int | None = None) -> TrainSettings:
+    """One stage's settings with the run's seed; control's are joint's with alpha 0 and a given number of steps."""
+    if name == "control":
+        joint = settings.joint
+        return replace(joint, seed=settings.seed, alpha=0.0, steps=steps or joint.steps, budget_sec=None)
+    stages: dict[str, TrainSettings] = {"vision": settings.vision, "ar": settings.ar, "joint": settings.joint}
+    return replace(stages[name], seed=settings.seed)
+
+
+def check_folder(settings: NanoSettings, own: dict[str, Any]) -> None:
+    """Refuse a folder that was trained with other settings, and one whose stages would start from what is to change.
+
+    own: what every stage's fingerprint holds beside its own settings.
+    """
+    out = Path(settings.out)
+    for name in ("vision", "ar", "joint", *(("control",) if settings.control else ())):
+        state = saves.newest_state(out / name)
+        if state is None:
+            continue
+        saved = state.get("settings")
+        now = stage_settings(settings, name, saved["steps"] if saved else None)
+        allow = settings.allow_changed_settings
+        check_unchanged(out / name, saved, {**now.fingerprint(), **own}, allow)
+        start = STARTS_FROM.get(name)
+        if start and not is_finished(out / start, stage_settings(settings, start)):
+            raise ValueError(
+                f"{out / name} was trained from {out / start}, which has yet to be trained to its end: "
+                f"give another --out or delete {out / name}"
+            )
+
+
+def is_finished(folder: Path, stage: TrainSettings) -> bool:
+    """Whether the stage in this folder is done, also by these settings, whose steps or budget may have grown."""
+    if not (folder / "done.json").is_file():
+        return False
+    state = saves.newest_state(folder)
+    # Without settings it is a checkpoint of a version that kept none: done is done.
+    if state is None or "settings" not in state:
+        return True
+    return stage.progress(state["step"], state["elapsed_sec"]) >= 1
 
 
 def start_model(settings: NanoSettings) -> tuple[Any, Any, dict[str, Any]]:
@@ -88,17 +175,11 @@ def start_model(settings: NanoSettings) -> tuple[Any, Any, dict[str, Any]]:
     return model, processor, places
 
 
-def text_trainer(
-    model: Any, processor: Any, settings: NanoSettings, name: str, ranks: Ranks, steps: int | None = None
-) -> Trainer:
-    """The trainer of stage "ar", "joint" or "control" (joint's samples, alpha 0, a given number of steps)."""
-    stage = settings.ar if name == "ar" else settings.joint
-    if name == "control":
-        stage = replace(stage, alpha=0.0, steps=steps or stage.steps, budget_sec=None)
-    stage = replace(stage, seed=settings.seed)
+def text_trainer(model: Any, processor: Any, stage: TextStage, folder: Path, ranks: Ranks) -> Trainer:
+    """The trainer of stage "ar", "joint" or "control", which is the folder's name; control sees joint's samples."""
     maker = NanoMaker(
         processor=processor,
-        stage="ar" if name == "ar" else "joint",
+        stage="ar" if folder.name == "ar" else "joint",
         seed=stage.seed,
         tasks=stage.tasks,
         qa_share=stage.qa_share,
@@ -112,24 +193,7 @@ def text_trainer(
         return len(sample.input_ids) + (sum(sample.loss_mask) if dual else 0)
 
     source = StreamSource(maker, cost, stage.batch_tokens)
-    return Trainer(model, source, stage, Path(settings.out) / name, ranks, name)
-
-
-def _stage(model: Any, folder: Path, ranks: Ranks, make: Any) -> None:
-    """Run a stage unless its folder says that it is done; the model ends with the stage's weights either way."""
-    if (folder / "done.json").is_file():
-        _load(model, folder)
-        return
-    trainer = make()
-    metrics = trainer.fit()
-    if ranks.is_main:
-        done = {"step": trainer.step, "elapsed_sec": trainer.elapsed_sec, "metrics": metrics}
-        (folder / "done.json").write_text(json.dumps(done, indent=1), encoding="utf-8")
-    ranks.barrier()
-
-
-def _done(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "done.json").read_text(encoding="utf-8"))
+    return Trainer(model, source, stage, folder, ranks, folder.name)
 
 
 def _load(model: Any, folder: Path) -> None:
@@ -139,6 +203,10 @@ def _load(model: Any, folder: Path) -> None:
             f"{folder} is marked as done but holds no whole checkpoint: delete its done.json to train it again"
         )
     model.load_state_dict(found[0])
+
+
+def _digest(vocabulary: dict[str, int]) -> str:
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:12]
 
 
 def _train_only(model: Any, *prefixes: str) -> None:

@@ -21,7 +21,8 @@ from trimode_vlm.training.distributed import Ranks
 from trimode_vlm.training.nano_data import picture_seed, pixels
 from trimode_vlm.training.pictures import COLORS, KINDS, MAX_CELLS, Picture, make_picture
 from trimode_vlm.training.synthetic import HELD_OUT_SEED
-from trimode_vlm.training.trainer import Trainer, TrainSettings
+from trimode_vlm.training.train_settings import TrainSettings
+from trimode_vlm.training.trainer import Trainer
 from trimode_vlm.vision.images import pad_pixels
 
 ACCURACIES = ("color_accuracy", "content_accuracy", "row_accuracy", "col_accuracy")

@@ -51,6 +51,19 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def newest_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]] | None:
     """Load the newest whole checkpoint as (model, optimizer, state); a torn one is skipped with a warning."""
+    path = _newest_whole(folder)
+    if path is None:
+        return None
+    return load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), _state(path)
+
+
+def newest_state(folder: Path) -> dict[str, Any] | None:
+    """The state alone of the newest whole checkpoint."""
+    path = _newest_whole(folder)
+    return None if path is None else _state(path)
+
+
+def _newest_whole(folder: Path) -> Path | None:
     for path in reversed(checkpoints(folder)):
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -60,9 +73,12 @@ def newest_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor
         if torn:
             warnings.warn(f"skipping the torn checkpoint {path.name} ({', '.join(torn)})", stacklevel=2)
             continue
-        state = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-        return load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), state
+        return path
     return None
+
+
+def _state(path: Path) -> dict[str, Any]:
+    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
 
 
 def _digest(path: Path) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import typing
+from collections.abc import Collection
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +23,7 @@ def read_yaml(name: str) -> dict[str, Any]:
         path = Path(__file__).parent / f"{name}.yaml"
         if not path.is_file():
             raise ValueError(f"no config {name!r}: give a YAML file or one of {', '.join(shipped)}")
-    content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    content = _parse(path.read_text(encoding="utf-8"), str(path)) or {}
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of settings, found {type(content).__name__}")
     return content
@@ -44,8 +46,17 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
         node = overrides
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[leaf] = _number_or(yaml.safe_load(value))
+            if not isinstance(node, dict):
+                raise ValueError(f"--{parent} is given twice, as {node!r} and by --{key}")
+        node[leaf] = _number_or(_parse(value, f"--{key}"))
     return overrides
+
+
+def _parse(text: str, name: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _number_or(value: Any) -> Any:
@@ -72,6 +83,8 @@ def build(cls: type[S], *layers: dict[str, Any], where: str = "") -> S:
             continue
         kind = hints[name]
         if is_dataclass(kind):
+            if wrong := [value for value in given if not isinstance(value, dict)]:
+                raise ValueError(f"{where}{name} must be a mapping of settings, got {wrong[0]!r}")
             values[name] = build(kind, *given, where=f"{where}{name}.")  # type: ignore[arg-type]
         else:
             values[name] = _convert(given[-1], kind, where + name)
@@ -80,22 +93,48 @@ def build(cls: type[S], *layers: dict[str, Any], where: str = "") -> S:
             if name not in known:
                 near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
                 raise ValueError(f"unknown setting {where + name!r}; the nearest known one is {where + near[0]!r}")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+
+
+def check_known(settings: Any, **known: Collection[str]) -> None:
+    """Raise ValueError unless each named field holds one of its known values."""
+    for name, names in known.items():
+        if getattr(settings, name) not in names:
+            raise ValueError(f"{name} must be one of {', '.join(names)}, got {getattr(settings, name)!r}")
+
+
+def check_range(settings: Any, low: float, high: float, *names: str, without_low: bool = False) -> None:
+    """Raise ValueError unless low <= value <= high for each named field that is not None."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is None or (low <= value <= high and not (without_low and value == low)):
+            continue
+        wanted = f"between {low} and {high}" if high < math.inf else f"{'above' if without_low else 'at least'} {low}"
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
 def _convert(value: Any, kind: Any, name: str) -> Any:
+    if kind is Any:
+        return value
     value = _number_or(value) if kind is not str else value
     options = typing.get_args(kind) if typing.get_origin(kind) not in (tuple, list, dict) else (kind,)
     for option in options or (kind,):
         origin = typing.get_origin(option) or option
         if origin is tuple and isinstance(value, (list, tuple)):
-            return tuple(value)
+            return tuple(_convert(item, typing.get_args(option)[0], name) for item in value)
+        if origin is dict and isinstance(value, dict):
+            return {k: _convert(item, typing.get_args(option)[1], f"{name}.{k}") for k, item in value.items()}
         if origin is float and isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
         if origin is int and isinstance(value, float) and value.is_integer():
             return int(value)
         if origin is int and isinstance(value, bool):
             continue
+        if origin is str and isinstance(value, int) and not isinstance(value, bool):
+            return str(value)  # --joint.weight 1
         if origin is type(None) and value is None:
             return None
         if isinstance(origin, type) and isinstance(value, origin):

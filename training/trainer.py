@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,77 +15,19 @@ from tqdm import tqdm
 
 from trimode_vlm import patterns
 from trimode_vlm.training import saves
-from trimode_vlm.training.collate import Batch, NoiseSettings, micro_batches
+from trimode_vlm.training.collate import Batch, micro_batches
 from trimode_vlm.training.data import Source
 from trimode_vlm.training.distributed import Ranks
 from trimode_vlm.training.objective import Counts, Terms, combine, denominators, tri_mode_terms
 from trimode_vlm.training.optimizers import load_optimizer_tensors, lr_factor, make_optimizers, optimizer_tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """Settings of one training run; see facts.md 1 and 2 for the objective's options.
-
-    steps: optimizer steps. budget_sec: when set, the schedule follows elapsed seconds instead and `steps` is a bound.
-    batch_tokens: tokens per step over all ranks (streams). micro_batch_tokens: padded tokens per forward.
-    """
-
-    steps: int = 1000
-    budget_sec: float | None = None
-    seed: int = 0
-    alpha: float = 0.3
-    averaging: str = "tokens"
-    weight: str = "1/p"
-    block_length: int | tuple[int, ...] = 32
-    block_offset: str = "response"
-    noisy_stream: str = "response"
-    response_padding: str = "none"
-    noise: str = "sequence"
-    eps: float = 1e-3
-    full_block_fraction: float = 0.0
-    clean_first_fraction: float = 0.0
-    optimizer: str = "adamw"
-    lr: float = 1e-3
-    weight_decay: float = 0.1
-    betas: tuple[float, ...] = (0.9, 0.95)
-    warmup: float = 0.03
-    schedule: str = "cosine"
-    decay_fraction: float = 0.4
-    min_lr_ratio: float = 0.0
-    grad_clip: float = 1.0
-    batch_tokens: int = 4000
-    micro_batch_tokens: int | None = 1000
-    micro_batch_samples: int | None = None
-    chunk_tokens: int = 2048
-    log_every: int = 10
-    checkpoint_minutes: float = 5.0
-    keep_checkpoints: int = 2
-
-    def noise_settings(
-        self, mask_token_id: int, vision_token_ids: tuple[int, ...], end_token_id: int | None = None
-    ) -> NoiseSettings:
-        """The part that decides a sample's blocks and noise; alpha 0 leaves the noisy half out."""
-        return NoiseSettings(
-            mask_token_id=mask_token_id,
-            vision_token_ids=vision_token_ids,
-            end_token_id=end_token_id,
-            seed=self.seed,
-            dual=self.alpha > 0,
-            block_length=self.block_length,
-            block_offset=self.block_offset,
-            noisy_stream=self.noisy_stream,
-            response_padding=self.response_padding,
-            noise=self.noise,
-            eps=self.eps,
-            full_block_fraction=self.full_block_fraction,
-            clean_first_fraction=self.clean_first_fraction,
-        )
+from trimode_vlm.training.train_settings import TrainSettings, check_unchanged
 
 
 class Trainer:
     """Trains `model` on `source` in `folder`; `fit` resumes from the newest whole checkpoint there.
 
-    The model is moved to the rank's device, in place; batches follow it one by one.
+    The model is moved to the rank's device, in place; batches follow it one by one. Every checkpoint holds the
+    `fingerprint` of the run; resuming with another one is refused unless `allow_changed` is set.
     """
 
     def __init__(
@@ -111,6 +53,8 @@ class Trainer:
         end_token_id = config.eos_token_id
         if isinstance(end_token_id, list):
             end_token_id = end_token_id[0]
+        if settings.response_padding == "block" and end_token_id is None:
+            raise ValueError("response_padding 'block' pads with the end token, but the config has no eos_token_id")
         self.noise = settings.noise_settings(config.mask_token_id, ids, end_token_id)
         self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.optimizers = make_optimizers(
@@ -120,6 +64,7 @@ class Trainer:
             settings.weight_decay,
             tuple(settings.betas),  # type: ignore[arg-type]
         )
+        self.fingerprint, self.allow_changed = settings.fingerprint(), False
         self.step, self.elapsed_sec = 0, 0.0
         self.seconds: dict[str, float] = {}
 
@@ -152,11 +97,8 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done: by elapsed seconds if a budget is set, else by steps."""
-        by_steps = self.step / max(self.settings.steps, 1)
-        if self.settings.budget_sec is None:
-            return by_steps
-        return max(by_steps, self.elapsed_sec / self.settings.budget_sec) if self.step < self.settings.steps else 1.0
+        """Share of the run that is done."""
+        return self.settings.progress(self.step, self.elapsed_sec)
 
     def train_step(self) -> dict[str, float]:
         """One optimizer step over this rank's micro-batches; returns global metrics."""
@@ -227,7 +169,13 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of model, optimizer and place in the run (rank 0; the others wait)."""
         if self.ranks.is_main:
-            state = {"step": self.step, "elapsed_sec": self.elapsed_sec, "world": self.ranks.world, "name": self.name}
+            state = {
+                "step": self.step,
+                "elapsed_sec": self.elapsed_sec,
+                "world": self.ranks.world,
+                "name": self.name,
+                "settings": self.fingerprint,
+            }
             saves.write_checkpoint(
                 self.folder,
                 self.step,
@@ -243,6 +191,7 @@ class Trainer:
         if found is None:
             return
         weights, optimizer, state = found
+        changed = check_unchanged(self.folder, state.get("settings"), self.fingerprint, self.allow_changed)
         if state["world"] != self.ranks.world:
             raise ValueError(
                 f"{self.folder} was trained with {state['world']} ranks; resume with as many, not {self.ranks.world}"
@@ -251,7 +200,8 @@ class Trainer:
         load_optimizer_tensors(self.optimizers, optimizer)
         self.step, self.elapsed_sec = state["step"], state["elapsed_sec"]
         if self.ranks.is_main:
-            tqdm.write(f"{self.name}: resumed at step {self.step}")
+            note = f" with changed settings: {'; '.join(changed)}" if changed else ""
+            tqdm.write(f"{self.name}: resumed at step {self.step}{note}")
 
     def _global_counts(self, batches: list[Batch]) -> Counts:
         local = sum((batch.counts for batch in batches), Counts())
@@ -261,7 +211,7 @@ class Trainer:
     def _set_lr(self) -> float:
         s = self.settings
         # Step 0 trains too, so the warm-up counts the step that is being taken.
-        progress = max(self.progress, 1 / max(s.steps, 1) if s.warmup else 0.0)
+        progress = max(self.progress, 1 / s.steps if s.warmup else 0.0)
         factor = lr_factor(progress, s.warmup, s.schedule, s.decay_fraction, s.min_lr_ratio)
         for optimizer, _ in self.optimizers:
             for group in optimizer.param_groups:

@@ -1,0 +1,160 @@
+"""Settings are checked before anything is trained, and a folder is not trained on with others by accident."""
+
+import json
+import shutil
+
+import pytest
+from test_trainer import trainer
+
+from trimode_vlm.training import saves
+from trimode_vlm.training.cli import train
+from trimode_vlm.training.distributed import Ranks
+from trimode_vlm.training.nano_recipe import NanoSettings, TextStage, run
+from trimode_vlm.training.nano_vision import VisionTrainer
+from trimode_vlm.training.settings import build, parse_overrides, read_yaml
+from trimode_vlm.training.train_settings import TrainSettings, changes
+from trimode_vlm.training.trainer import Trainer
+
+WRONG = [
+    ("--joint.schedule cosin", "joint.schedule must be one of cosine, wsd, got 'cosin'"),
+    ("--joint.optimizer moun", "joint.optimizer must be one of adamw, muon, got 'moun'"),
+    ("--ar.averaging x", "ar.averaging must be one of tokens, masked, pooled, sequence, got 'x'"),
+    ("--vision.noise token", "vision.noise must be one of sequence, block, got 'token'"),
+    ("--joint.weight 2", "joint.weight must be one of 1/p, 1, got '2'"),
+    ("--joint.response_padding all", "joint.response_padding must be one of none, block, got 'all'"),
+    ("--joint.tasks foo", "setting 'joint.tasks': 'foo' is not"),
+    ("--joint.tasks.foo 1", "got 'foo'"),
+    ("--joint.tasks.grid_json many", "'joint.tasks.grid_json': 'many' is not"),
+    ("--joint.tasks {}", "joint.tasks must have weights of at least 0, one of them above, got {}"),
+    ("--joint.tasks.grid_json -1", "joint.tasks must have weights of at least 0"),
+    ("--joint 0.5", "joint must be a mapping of settings, got 0.5"),
+    ("--joint 0.5 --joint.alpha 0.5", "--joint is given twice"),
+    ("--joint.tasks {a", "--joint.tasks is not valid YAML"),
+    ("--ar.steps 0", "ar.steps must be at least 1, got 0"),
+    ("--ar.micro_batch_tokens 0", "ar.micro_batch_tokens must be at least 1, got 0"),
+    ("--vision.lr 0", "vision.lr must be above 0, got 0.0"),
+    ("--joint.budget_sec -5", "joint.budget_sec must be above 0, got -5.0"),
+    ("--joint.warmup 3", "joint.warmup must be between 0 and 1, got 3.0"),
+    ("--joint.block_length [32,0]", "joint.block_length must be at least 1, got (32, 0)"),
+    ("--joint.block_length [32,x]", "'joint.block_length': 'x' is not a int"),
+    ("--joint.betas [0.9]", "joint.betas must be two numbers"),
+    ("--ar.qa_share 2", "ar.qa_share must be between 0 and 1, got 2.0"),
+    ("--threads 0", "threads must be at least 1, got 0"),
+    ("--recipe micro", "recipe must be one of nano, got 'micro'"),
+]
+
+
+@pytest.mark.parametrize("options, message", WRONG, ids=[options for options, _ in WRONG])
+def test_a_wrong_setting_is_one_line_before_anything_starts(tmp_path, capsys, options, message):
+    options = options.split()
+    assert train(["--config", "nano-smoke", "--out", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_are_checked_in_code_too_and_the_shipped_ones_are_right():
+    with pytest.raises(ValueError, match="^schedule must be one of"):
+        TrainSettings(schedule="cosin")
+    with pytest.raises(ValueError, match="^optimizer must be one of"):
+        TextStage(optimizer="moun")
+    for name in ("nano", "nano-smoke"):
+        build(NanoSettings, read_yaml(name))
+    assert NanoSettings().joint.tasks
+    assert build(NanoSettings, parse_overrides(["--joint.weight", "1"])).joint.weight == "1"
+
+
+def test_what_counts_as_a_change():
+    old = TrainSettings(steps=10, budget_sec=60, block_length=(32, 16)).fingerprint()
+    assert changes(old, old) == [] and old["block_length"] == [32, 16]
+    assert changes(old, {**old, "steps": 20, "budget_sec": 90}) == [], "more of the same"
+    assert changes(old, {**old, "budget_sec": None}) == [], "no bound is more than a bound"
+    assert changes(old, {**old, "steps": 9}) == ["steps was 10, is 9"]
+    assert changes({**old, "budget_sec": None}, old) == ["budget_sec was None, is 60"]
+    assert changes({}, old) == [] and changes({**old, "gone": 1}, old) == [], "written by another version"
+    tasks = [{"tasks": {"a": 1, "b": 2}}, {"tasks": {"a": 1, "c": 2}}]
+    assert changes(*tasks) == ["tasks.b was 2, is None", "tasks.c was None, is 2"]
+    assert "log_every" not in old and "micro_batch_tokens" not in old
+
+
+def test_a_half_done_folder_is_not_trained_on_with_other_settings(tmp_path):
+    trainer(tmp_path, log_every=1).fit(until=2)
+    with pytest.raises(ValueError, match=r"seed was 0, is 1; lr was 0.01, is 0.02\): give another --out") as error:
+        trainer(tmp_path, seed=1, lr=2e-2).fit(until=3)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    more = trainer(tmp_path, steps=8, log_every=5, micro_batch_samples=4)
+    more.fit(until=3)
+    assert more.step == 3
+    allowed = trainer(tmp_path, steps=8, lr=2e-2)
+    allowed.allow_changed = True
+    allowed.fit(until=4)
+    assert allowed.step == 4
+    assert saves.newest_state(tmp_path)["settings"]["lr"] == 2e-2
+
+
+def test_a_checkpoint_that_tells_no_settings_is_resumed(tmp_path):
+    first = trainer(tmp_path)
+    first.step = 2
+    model, optimizer = dict(first.model.state_dict()), {f"0/{n}/no_state": p.new_zeros(0) for n, p in first.named}
+    saves.write_checkpoint(tmp_path, 2, model, optimizer, {"step": 2, "elapsed_sec": 1.0, "world": 1})
+    second = trainer(tmp_path, seed=5)
+    second.fit(until=3)
+    assert second.step == 3
+
+
+@pytest.fixture
+def stages_run(monkeypatch):
+    """The nano recipe with steps that train nothing; gives the names of the stages that took any."""
+    names = []
+
+    def train_step(self):
+        names.append(self.name)
+        self.step += 1
+        return {"step": self.step}
+
+    for cls in (Trainer, VisionTrainer):
+        monkeypatch.setattr(cls, "train_step", train_step)
+    monkeypatch.setattr(VisionTrainer, "held_out", lambda self: {})
+
+    def stages(out, *options):
+        names.clear()
+        layers = read_yaml("nano-smoke"), parse_overrides(["--out", str(out), *" ".join(options).split()])
+        run(build(NanoSettings, *layers), Ranks())
+        return list(dict.fromkeys(names))
+
+    return stages
+
+
+def test_a_finished_folder_and_changed_settings(tmp_path, stages_run):
+    out = tmp_path / "out"
+    assert stages_run(out) == ["vision", "ar", "joint"]
+    done = json.loads((out / "joint" / "done.json").read_text())
+    assert done["step"] == 20 and done["settings"]["tasks"] and done["settings"]["model"]["hidden_size"] == 64
+    assert stages_run(out) == []
+    for options, difference in [
+        ("--seed 1", f"{out / 'vision'} was trained with other settings (seed was 0, is 1)"),
+        ("--joint.alpha 0.5", f"{out / 'joint'} was trained with other settings (alpha was 0.3, is 0.5)"),
+        ("--joint.tasks.grid_json 1", "tasks.grid_markdown was 1.0, is None"),
+        ("--joint.steps 10", "steps was 20, is 10"),
+        ("--model.hidden_size 32", "model.hidden_size was 64, is 32"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            stages_run(out, options)
+        assert difference in str(error.value) and "--out" in str(error.value) and "\n" not in str(error.value)
+    assert stages_run(out, "--joint.tasks.grid_json 1 --allow_changed_settings true") == [], "done is done"
+    assert stages_run(out, "--joint.steps 22 --joint.log_every 1") == ["joint"], "the last stage goes on"
+    assert json.loads((out / "joint" / "done.json").read_text())["step"] == 22
+    assert stages_run(out, "--joint.steps 22 --control true") == ["control"]
+    assert stages_run(out, "--joint.steps 24 --control true") == ["joint", "control"]
+
+
+def test_a_stage_is_not_trained_anew_under_one_that_started_from_it(tmp_path, stages_run):
+    out = tmp_path / "out"
+    stages_run(out)
+    with pytest.raises(ValueError, match=rf"{out / 'joint'} was trained from {out / 'ar'}, .*delete {out / 'joint'}"):
+        stages_run(out, "--ar.steps 30")
+    shutil.rmtree(out / "joint")
+    assert stages_run(out, "--ar.steps 30") == ["ar", "joint"]
+    shutil.rmtree(out / "vision")
+    with pytest.raises(ValueError, match=rf"{out / 'ar'} was trained from {out / 'vision'}"):
+        stages_run(out, "--ar.steps 30")

@@ -1,0 +1,151 @@
+"""Settings of one training run, checked when they are made; what of them a run must keep when it resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trimode_vlm.training.collate import NoiseSettings
+from trimode_vlm.training.corruption import NOISE_KINDS
+from trimode_vlm.training.dual_stream import BLOCK_OFFSETS, NOISY_STREAMS, RESPONSE_PADDINGS
+from trimode_vlm.training.objective import AVERAGINGS, WEIGHTS
+from trimode_vlm.training.optimizers import OPTIMIZERS, SCHEDULES
+from trimode_vlm.training.settings import check_known, check_range
+
+FREE = frozenset(
+    ("log_every", "checkpoint_minutes", "keep_checkpoints", "chunk_tokens", "micro_batch_tokens", "micro_batch_samples")
+)
+"""Settings that a resumed run may change: they say how it is cut, logged and saved, not what it computes."""
+
+MAY_GROW = ("steps", "budget_sec")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Settings of one training run; see facts.md 1 and 2 for the objective's options.
+
+    steps: optimizer steps. budget_sec: when set, the schedule follows elapsed seconds instead and `steps` is a bound.
+    batch_tokens: tokens per step over all ranks (streams). micro_batch_tokens: padded tokens per forward.
+    Raises ValueError for an unknown name or a number out of range, in one line that begins with the setting.
+    """
+
+    steps: int = 1000
+    budget_sec: float | None = None
+    seed: int = 0
+    alpha: float = 0.3
+    averaging: str = "tokens"
+    weight: str = "1/p"
+    block_length: int | tuple[int, ...] = 32
+    block_offset: str = "response"
+    noisy_stream: str = "response"
+    response_padding: str = "none"
+    noise: str = "sequence"
+    eps: float = 1e-3
+    full_block_fraction: float = 0.0
+    clean_first_fraction: float = 0.0
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, ...] = (0.9, 0.95)
+    warmup: float = 0.03
+    schedule: str = "cosine"
+    decay_fraction: float = 0.4
+    min_lr_ratio: float = 0.0
+    grad_clip: float = 1.0
+    batch_tokens: int = 4000
+    micro_batch_tokens: int | None = 1000
+    micro_batch_samples: int | None = None
+    chunk_tokens: int = 2048
+    log_every: int = 10
+    checkpoint_minutes: float = 5.0
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        check_known(
+            self,
+            averaging=AVERAGINGS,
+            weight=WEIGHTS,
+            block_offset=BLOCK_OFFSETS,
+            noisy_stream=NOISY_STREAMS,
+            response_padding=RESPONSE_PADDINGS,
+            noise=NOISE_KINDS,
+            optimizer=OPTIMIZERS,
+            schedule=SCHEDULES,
+        )
+        check_range(self, 1, math.inf, "steps", "batch_tokens", "micro_batch_tokens", "micro_batch_samples")
+        check_range(self, 1, math.inf, "chunk_tokens", "log_every", "keep_checkpoints")
+        check_range(self, 0, math.inf, "alpha", "weight_decay", "checkpoint_minutes")
+        check_range(self, 0, math.inf, "budget_sec", "lr", "grad_clip", without_low=True)
+        check_range(self, 0, 1, "eps", "full_block_fraction", "clean_first_fraction")
+        check_range(self, 0, 1, "warmup", "decay_fraction", "min_lr_ratio")
+        lengths = (self.block_length,) if isinstance(self.block_length, int) else self.block_length
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"block_length must be at least 1, got {self.block_length!r}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, got {self.betas!r}")
+
+    def progress(self, step: int, elapsed_sec: float) -> float:
+        """Share of the run that is done, 1 or more at its end: by steps, or by elapsed seconds if a budget is set."""
+        by_steps = step / self.steps
+        return by_steps if self.budget_sec is None else max(by_steps, elapsed_sec / self.budget_sec)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings that decide what the run computes, as JSON gives them back."""
+        return {k: v for k, v in json.loads(json.dumps(asdict(self))).items() if k not in FREE}
+
+    def noise_settings(
+        self, mask_token_id: int, vision_token_ids: tuple[int, ...], end_token_id: int | None = None
+    ) -> NoiseSettings:
+        """The part that decides a sample's blocks and noise; alpha 0 leaves the noisy half out."""
+        return NoiseSettings(
+            mask_token_id=mask_token_id,
+            vision_token_ids=vision_token_ids,
+            end_token_id=end_token_id,
+            seed=self.seed,
+            dual=self.alpha > 0,
+            block_length=self.block_length,
+            block_offset=self.block_offset,
+            noisy_stream=self.noisy_stream,
+            response_padding=self.response_padding,
+            noise=self.noise,
+            eps=self.eps,
+            full_block_fraction=self.full_block_fraction,
+            clean_first_fraction=self.clean_first_fraction,
+        )
+
+
+def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two fingerprints, as "seed was 0, is 1".
+
+    Grown steps and budgets are no difference, nor is a setting that only one of them knows (another version's).
+    """
+    found = []
+    for name, value in now.items():
+        old = saved.get(name, value)
+        if old == value or (name in MAY_GROW and (value is None or (old is not None and value > old))):
+            continue
+        if isinstance(old, dict) and isinstance(value, dict):
+            parts = {f"{name}.{key}": (old.get(key), value.get(key)) for key in {**old, **value}}
+        else:
+            parts = {name: (old, value)}
+        found += [f"{part} was {a}, is {b}" for part, (a, b) in parts.items() if a != b]
+    return found
+
+
+def check_unchanged(folder: Path, saved: dict[str, Any] | None, now: dict[str, Any], allow: bool = False) -> list[str]:
+    """Return what changed since the folder's checkpoint was written; `saved` is None for one that does not tell.
+
+    Raises:
+        ValueError: something changed and `allow` is False.
+    """
+    found = changes(saved or {}, now)
+    if found and not allow:
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(
+            f"{folder} was trained with other settings ({'; '.join(found[:3])}{more}): give another --out, "
+            "delete that folder, or go on all the same with --allow_changed_settings true"
+        )
+    return found

@@ -14,6 +14,8 @@ from fake_device import FakeDevice
 from safetensors.torch import load_file
 from training_cases import MIXED, sample, tiny_model
 
+import trimode_vlm
+from trimode_vlm.decoders import DECODERS
 from trimode_vlm.training import saves
 from trimode_vlm.training.cli import train
 from trimode_vlm.training.data import ListSource, StreamSource
@@ -21,6 +23,7 @@ from trimode_vlm.training.distributed import Ranks
 from trimode_vlm.training.nano_recipe import NanoSettings
 from trimode_vlm.training.optimizers import load_optimizer_tensors, lr_factor, optimizer_tensors
 from trimode_vlm.training.settings import build, parse_overrides, read_yaml
+from trimode_vlm.training.synthetic import HELD_OUT_SEED, make_sample
 from trimode_vlm.training.train_settings import TrainSettings
 from trimode_vlm.training.trainer import Trainer
 
@@ -235,21 +238,26 @@ def test_smoke_recipe_makes_a_model_folder_and_resumes(tmp_path, capsys):
     command = ["--config", "nano-smoke", "--out", str(tmp_path), "--control", "true"]
     assert train(command) == 0
     assert "alpha: 0.3" in capsys.readouterr().out
-    from trimode_vlm.model import TriModeVLM
-    from trimode_vlm.processor import TriModeProcessor
-    from trimode_vlm.training.synthetic import make_sample
-
     for folder in ("model", "control_model"):
-        model = TriModeVLM.from_pretrained(tmp_path / folder)
-        processor = TriModeProcessor.from_pretrained(tmp_path / folder)
-        messages = make_sample("grid_cell", 10**9).messages[:1]
+        model, processor = trimode_vlm.load(tmp_path / folder)
+        messages = make_sample("grid_cell", HELD_OUT_SEED).messages[:1]
         inputs = processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
         assert torch.isfinite(model(**inputs).logits).all()
+        answers = {mode: model.generate(**inputs, mode=mode, max_new_tokens=40).sequences for mode in DECODERS}
+        assert set(answers) == {"ar", "diffusion", "linear_spec"} and all(len(rows[0]) for rows in answers.values())
+        assert answers["ar"][0].tolist() == answers["linear_spec"][0].tolist()
         assert sum(f.stat().st_size for f in (tmp_path / folder).iterdir()) < 16e6
-    steps = (tmp_path / "joint" / "done.json").read_text(), (tmp_path / "control" / "done.json").read_text()
-    assert json.loads(steps[0])["step"] == json.loads(steps[1])["step"]
+    vision, joint, control = (
+        json.loads((tmp_path / name / "done.json").read_text()) for name in ("vision", "joint", "control")
+    )
+    assert joint["step"] == control["step"] == 20
+    assert 0 <= vision["metrics"]["held_out_filled_accuracy"] <= 1
     log = (tmp_path / "joint" / "log.jsonl").read_text()
     assert train(command) == 0  # everything is done already
     assert (tmp_path / "joint" / "log.jsonl").read_text() == log
+    capsys.readouterr()
+    assert train([*command, "--seed", "1"]) == 1
+    error = capsys.readouterr().err.strip()
+    assert "seed was 0, is 1" in error and "another --out" in error and "\n" not in error

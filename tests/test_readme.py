@@ -18,8 +18,6 @@ from trimode_vlm import cli, terminal
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 FOLDERS = ("trimode_vlm", "vision", "training", "eval", "demo")
-HAS_NANO = (REPOSITORY / "trimode_vlm" / "nano" / "config.json").exists()
-needs_nano = pytest.mark.skipif(not HAS_NANO, reason="the nano checkpoint is not in this checkout")
 
 
 def blocks(language: str) -> list[str]:
@@ -96,7 +94,6 @@ def test_ci_runs_the_test_command() -> None:
     assert install.removeprefix("pip install ") in script and test in script
 
 
-@needs_nano
 def test_first_command_gives_the_right_answer_in_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
     argv = next(argv for argv in trimode_commands() if "--compare" in argv)
     image, question = Path(argv[argv.index("--image") + 1]), argv[-1]
@@ -110,7 +107,6 @@ def test_first_command_gives_the_right_answer_in_every_mode(capsys: pytest.Captu
     assert [line.split()[-1] for line in table[3:]] == ["yes", "yes"]
 
 
-@needs_nano
 def test_python_snippet_runs() -> None:
     done = subprocess.run(
         [sys.executable, "-c", blocks("python")[0]], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
@@ -126,7 +122,6 @@ def test_loading_snippet_uses_real_arguments() -> None:
     assert names and set(names) <= set(inspect.signature(trimode_vlm.load).parameters)
 
 
-@needs_nano
 def test_nano_table_is_measured() -> None:
     table = re.search(r"<!-- nano-table -->\n(.*?)<!-- /nano-table -->", README, flags=re.S)
     assert table and "Not measured yet" not in table[1] and re.search(r"\|.*0?\.\d", table[1])

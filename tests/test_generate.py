@@ -113,7 +113,7 @@ def test_closing_a_stream_ends_the_forwards(chat_model, inputs, mode):
         before = len(calls)
         stream.close()
         assert list(stream) == [] and len(calls) == before
-        assert stream.output().num_new_tokens[0] >= 1
+        assert stream.output().num_new_tokens[0] >= 1 and stream.output().finish_reasons == [None]
     finally:
         hook.remove()
 
@@ -398,6 +398,16 @@ def test_image_text_pipeline_answers(chat_model, processor):
         ({"mode": "diffusion", "threshold": 1.5}, "threshold must lie in"),
         ({"mode": "diffusion", "commit_rule": "learned"}, "unknown commit_rule"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens"),
+        ({"mode": "linear_spec", "block_length": 5000}, "at most 1024"),
+        ({"do_sample": True, "temperature": float("nan")}, "temperature"),
+        ({"do_sample": True, "temperature": float("inf")}, "temperature"),
+        ({"do_sample": True, "temperature": 1e-300}, "temperature"),
+        ({"do_sample": True, "temperature": "hot"}, "must be a number"),
+        ({"do_sample": True, "top_k": 1.5}, "top_k must be a whole number"),
+        ({"seed": "x"}, "seed"),
+        ({"mode": "diffusion", "threshold": float("nan")}, "threshold"),
+        ({"cache": 5}, "cache= takes"),
         ({"mode": "diffusion", "block_length": 0}, "block_length"),
         ({"do_sample": True, "temperature": 0.0}, "temperature must be above 0"),
         ({"temperature": 0.5}, "do_sample=True"),
@@ -443,6 +453,14 @@ def test_bad_inputs_are_refused(chat_model, inputs):
         chat_model.generate(torch.full((1, limit), 20))
     with pytest.raises(ValueError, match="no pixel_values"):
         chat_model.generate(inputs["input_ids"])
+    with pytest.raises(ValueError, match="shape of input_ids"):
+        chat_model.generate(inputs["input_ids"], attention_mask=torch.ones(1, 3))
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        chat_model.generate(torch.tensor([[5, 100_000]]))
+    with pytest.raises(ValueError, match="pixel_values must have"):
+        chat_model.generate(**{**inputs, "pixel_values": inputs["pixel_values"][0]})
+    with pytest.raises(ValueError, match="2 image_sizes for 1 images"):
+        chat_model.generate(**{**inputs, "image_sizes": inputs["image_sizes"].repeat(2, 1)})
     doubled = {**inputs, "pixel_values": inputs["pixel_values"].repeat(2, 1, 1, 1)}
     doubled["image_sizes"] = inputs["image_sizes"].repeat(2, 1)
     with pytest.raises(ValueError, match="found 6 image tokens in input_ids but the 2 images need 12"):

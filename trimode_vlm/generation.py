@@ -31,7 +31,8 @@ class TriModeGenerateOutput(ModelOutput):
         tokens_per_forward_end_to_end: emitted / all forwards.
         nfe: decode forwards (draft, verify, denoise, refresh) and prefill; nfe_prefill: the prefill's part.
         num_new_tokens: emitted tokens, an end token included, nothing behind it.
-        finish_reasons: "stop" (end token, stop string or criterion) or "length".
+        finish_reasons: "stop" (end token, stop string or criterion), "length", or None of a row that goes on (a stream
+            that was closed).
         accepted_lengths: per cycle of self-speculation, the tokens that it gave.
         seconds: from the start of the call to the row's last token; total_seconds: of the whole call.
         total_nfe: calls of the backbone in the whole call; one call serves all rows of a batch.
@@ -45,7 +46,7 @@ class TriModeGenerateOutput(ModelOutput):
     nfe: list[int] | None = None
     nfe_prefill: list[int] | None = None
     num_new_tokens: list[int] | None = None
-    finish_reasons: list[str] | None = None
+    finish_reasons: list[str | None] | None = None
     accepted_lengths: list[list[int]] | None = None
     seconds: list[float] | None = None
     total_seconds: float | None = None
@@ -115,6 +116,8 @@ class Generation:
         self.cache_in: ConversationCache | None = cache
         self.state: DecodeState | None = None
         prompts = read_prompts(model, **inputs)
+        if cache is not None and not isinstance(cache, ConversationCache):
+            raise ValueError(f"cache= takes the cache of an earlier output, got {type(cache).__name__}")
         if cache is not None and len(prompts) != 1:
             raise ValueError(f"cache= continues one conversation; input_ids has {len(prompts)} rows")
         budgets = [self._budget(p) for p in prompts]
@@ -251,7 +254,7 @@ class Generation:
             nfe=[r.nfe for r in rows],
             nfe_prefill=[r.nfe_prefill for r in rows],
             num_new_tokens=[len(r.token_ids) for r in rows],
-            finish_reasons=[r.finish_reason or "length" for r in rows],
+            finish_reasons=[r.finish_reason for r in rows],
             accepted_lengths=[r.accepted_lengths for r in rows],
             seconds=[r.seconds for r in rows],
             total_seconds=time.perf_counter() - self.start,

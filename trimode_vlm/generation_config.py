@@ -13,6 +13,10 @@ from .decoders import DECODERS, MODE_OPTIONS, Settings
 from .sampling import SamplingParams
 
 COMMIT_RULES = ("confidence", "entropy")
+# Every cycle runs whole blocks, so a slip of the finger here would run for minutes.
+MAX_BLOCK_LENGTH = 1024
+# Below, logits over temperature leave the range of float32.
+MIN_TEMPERATURE = 1e-3
 OUR_DEFAULTS: dict[str, Any] = {
     "mode": "ar",
     "block_length": None,
@@ -125,21 +129,33 @@ class TriModeGenerationConfig(GenerationConfig):
 
     def check(self) -> None:
         """Raise ValueError for values out of range, and for transformers options that no mode here honours."""
-        positive = {"max_new_tokens": self.max_new_tokens, "block_length": self.block_length}
-        for name, value in positive.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if self.do_sample and self.temperature is not None and not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}; greedy is do_sample=False")
+        for name, least, most in (
+            ("max_new_tokens", 1, None),
+            ("max_length", 1, None),
+            ("block_length", 1, MAX_BLOCK_LENGTH),
+            ("top_k", 0, None),
+            ("seed", 0, None),
+        ):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least or (most and value > most)):
+                limits = f"of at least {least}" + (f" and at most {most}" if most else "")
+                raise ValueError(f"{name} must be a whole number {limits}, got {value!r}")
+        for name in ("temperature", "threshold", "top_p", "entropy_bound"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+        if self.do_sample and self.temperature is not None and not MIN_TEMPERATURE <= self.temperature <= 1e3:
+            raise ValueError(
+                f"temperature must be above 0 (from {MIN_TEMPERATURE} to 1000), got {self.temperature}; "
+                "greedy is do_sample=False"
+            )
         if self.threshold is not None and not 0 < self.threshold <= 1:
             raise ValueError(f"threshold must lie in (0, 1], got {self.threshold}; None commits one token per forward")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if self.top_k is not None and self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if self.commit_rule not in COMMIT_RULES:
             raise ValueError(f"unknown commit_rule {self.commit_rule!r}; known: {', '.join(COMMIT_RULES)}")
-        if self.entropy_bound < 0:
+        if not self.entropy_bound >= 0:
             raise ValueError(f"entropy_bound must be at least 0, got {self.entropy_bound}")
         allowed = SHARED_OPTIONS.union(_BOOKKEEPING, *MODE_OPTIONS.values())
         for name, value in vars(self).items():

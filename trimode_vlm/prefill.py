@@ -48,8 +48,16 @@ def read_prompts(
     Raises:
         ValueError: input_ids is not [rows, T] or has an empty row; image tokens and images do not match.
     """
-    if input_ids.dim() != 2:
+    if pixel_values is not None and model.config.vision_config is None:
+        raise ValueError("this model is text only (its config has no vision_config): it takes no images")
+    if input_ids.dim() != 2 or not len(input_ids):
         raise ValueError(f"input_ids must have the shape [rows, tokens], got {tuple(input_ids.shape)}")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask {tuple(attention_mask.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
+        )
+    if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < model.config.vocab_size:
+        raise ValueError(f"input_ids holds ids outside the vocabulary of {model.config.vocab_size} tokens")
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     prompts = [Prompt(ids[m.bool()].tolist()) for ids, m in zip(input_ids, keep, strict=True)]
     empty = [i for i, p in enumerate(prompts) if not p.token_ids]
@@ -60,10 +68,14 @@ def read_prompts(
         if model.config.vision_config is not None and found:
             raise ValueError(f"found {found} image tokens in input_ids but no pixel_values")
         return prompts
-    if model.config.vision_config is None:
-        raise ValueError("this model is text only (its config has no vision_config): it takes no images")
+    if pixel_values.dim() != 4:
+        raise ValueError(
+            f"pixel_values must have the shape [images, 3, height, width], got {tuple(pixel_values.shape)}"
+        )
     if image_sizes is None:
         image_sizes = torch.tensor([pixel_values.shape[-2:]] * len(pixel_values))
+    if len(image_sizes) != len(pixel_values):
+        raise ValueError(f"found {len(image_sizes)} image_sizes for {len(pixel_values)} images")
     sizes = [(int(h), int(w)) for h, w in image_sizes.tolist()]
     counts = image_token_counts(model.config, sizes)
     _share_images(model, prompts, [pixel_values[i, :, :h, :w] for i, (h, w) in enumerate(sizes)], counts)

@@ -11,8 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimode_vlm.cli import UsageError, print_settings
 from trimode_vlm.eval.timing import bare_products, interleaved, repeat, token_weights
 
 if TYPE_CHECKING:
@@ -54,12 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and end with the JSON document; returns the exit code."""
+    check(args)
     # Read when torch loads: set later, it would change nothing.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     import torch
     from transformers.utils import logging
-
-    from trimode_vlm.cli import print_settings
 
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
@@ -73,6 +74,16 @@ def run(args: argparse.Namespace) -> int:
             file.write(text + "\n")
     print(f"\n{text}")
     return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise UsageError for what could not be measured, or not be written in the end."""
+    for name in ("threads", "repeats", "new_tokens", "samples"):
+        value = getattr(args, name)
+        if value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.json is not None and (not Path(args.json).parent.is_dir() or Path(args.json).is_dir()):
+        raise UsageError(f"--json {args.json}: not a file in a folder that exists")
 
 
 def bench_decode(args: argparse.Namespace) -> dict[str, Any]:

@@ -71,14 +71,21 @@ def evaluate(settings: EvalSettings, loader: Loader | None = None) -> dict[str, 
     """
     if loader is None:
         loader = _load
-    if min(settings.limit, settings.batch_size, settings.workers, settings.control_limit or 1) < 1:
-        raise ValueError("limit, control limit, batch size and workers must be at least 1")
+    check(settings)
     tasks = {task.name: task for task in select(settings.tasks)}
     folder = Path(settings.output)
-    _claim(folder, settings)
     keys = plan(settings, list(tasks.values()))
-    done = state.merge(folder)
+    done = state.read(folder)
     todo = [key for key in keys if key not in done]
+    if loader is _load:
+        from trimode_vlm.checkpoints import resolve
+
+        # All of them before the first answer: the control comes last, perhaps hours later.
+        for checkpoint in dict.fromkeys(_checkpoint(settings, key) for key in todo):
+            if not (resolve(checkpoint) / "config.json").is_file():
+                raise ValueError(f"{checkpoint}: no config.json, so this is not a model folder")
+    _claim(folder, settings, has_records=bool(done))
+    state.merge(folder)
     if todo:
         from trimode_vlm.eval.workers import work
 
@@ -87,6 +94,25 @@ def evaluate(settings: EvalSettings, loader: Loader | None = None) -> dict[str, 
     result = report.build(asdict(settings) | {"tasks": list(tasks)}, [records[key] for key in keys])
     report.write(result, folder)
     return result
+
+
+def check(settings: EvalSettings) -> None:
+    """Raise ValueError for settings that no evaluation can honour; nothing is loaded or written."""
+    from trimode_vlm.checkpoints import parse_dtype
+    from trimode_vlm.generation_config import TriModeGenerationConfig
+
+    for name in ("limit", "control_limit", "batch_size", "workers", "max_new_tokens"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+    if not select(settings.tasks):
+        raise ValueError("no task is named")
+    if not settings.modes:
+        raise ValueError("no mode is named")
+    for mode in settings.modes:
+        TriModeGenerationConfig().override(_options(settings, mode, settings.max_new_tokens or 1))
+    if settings.dtype is not None:
+        parse_dtype(settings.dtype)
 
 
 def plan(settings: EvalSettings, tasks: Sequence[EvalTask]) -> list[Key]:
@@ -113,7 +139,7 @@ def answer_all(
     tasks = {task.name: task for task in select(settings.tasks)}
     model = processor = loaded = None
     for batch in _batches(keys, settings.batch_size):
-        path = settings.control if batch[0].run == "control" else settings.model
+        path = _checkpoint(settings, batch[0])
         if path != loaded:
             model = processor = None
             model, processor = loader(path, dtype=settings.dtype, device=settings.device)
@@ -135,13 +161,8 @@ def answer(model: Any, processor: Any, task: EvalTask, keys: Sequence[Key], sett
     )
     if settings.device is not None:
         inputs = inputs.to(settings.device)
-    mode = keys[0].mode
-    options: dict[str, Any] = {"mode": mode, "max_new_tokens": settings.max_new_tokens or task.max_new_tokens}
-    if mode == "diffusion":
-        options["threshold"] = settings.threshold
-    if mode != "ar" and settings.block_length is not None:
-        options["block_length"] = settings.block_length
-    out = model.generate(**inputs, do_sample=False, **options)
+    options = _options(settings, keys[0].mode, settings.max_new_tokens or task.max_new_tokens)
+    out = model.generate(**inputs, **options)
     prompt_tokens = inputs["input_ids"].shape[1]
     records = []
     for row, (key, example) in enumerate(zip(keys, examples, strict=True)):
@@ -166,6 +187,20 @@ def answer(model: Any, processor: Any, task: EvalTask, keys: Sequence[Key], sett
     return records
 
 
+def _options(settings: EvalSettings, mode: str, max_new_tokens: int) -> dict[str, Any]:
+    """generate()'s options in one mode."""
+    options: dict[str, Any] = {"mode": mode, "max_new_tokens": max_new_tokens, "do_sample": False}
+    if mode == "diffusion":
+        options["threshold"] = settings.threshold
+    if mode != "ar" and settings.block_length is not None:
+        options["block_length"] = settings.block_length
+    return options
+
+
+def _checkpoint(settings: EvalSettings, key: Key) -> str:
+    return settings.control if key.run == "control" and settings.control else settings.model
+
+
 def _load(path: str, *, dtype: str | None, device: str | None) -> tuple[Any, Any]:
     import trimode_vlm
 
@@ -186,11 +221,14 @@ def _batches(keys: Sequence[Key], batch_size: int) -> Iterator[list[Key]]:
             yield members[start : start + batch_size]
 
 
-def _claim(folder: Path, settings: EvalSettings) -> None:
-    """Write or compare settings.json, so that lines of two different runs never meet in one folder."""
+def _claim(folder: Path, settings: EvalSettings, has_records: bool) -> None:
+    """Write or compare settings.json, so that lines of two different runs never meet in one folder.
+
+    Without a record there is nothing to protect, and what a failed run left there is overwritten.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "settings.json"
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    stored = json.loads(path.read_text(encoding="utf-8")) if has_records and path.exists() else {}
     mine = {name: getattr(settings, name) for name in FIXED}
     for name in ("model", "control"):
         checkpoint = getattr(settings, name)
@@ -231,7 +269,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="which held-out samples (default 0); also the order of shuffled images")
     add("--batch-size", type=int, default=1, help="rows per call; 1 gives honest seconds, more is for accuracy only")
     add("--workers", type=int, default=1, help="processes of one thread each; the samples are shared out by index")
-    add("--threshold", type=float, default=0.9, help="confidence at which diffusion commits (default 0.9)")
+    add("--threshold", type=float, help="confidence at which diffusion commits (default 0.9)")
     add("--block-length", type=int, help="default: the model's generation config")
     add("--max-new-tokens", type=int, help="budget of every answer; default: the task's")
     add("--shuffle-images", action="store_true", help="also answer with the images of other samples, in the first mode")
@@ -246,9 +284,9 @@ def from_arguments(args: argparse.Namespace) -> EvalSettings:
     """Settings from parsed options.
 
     Raises:
-        UsageError: an unknown mode, or a bucket that is no number.
+        UsageError: an unknown mode or task, a value out of range, or an option that nothing here uses.
     """
-    from trimode_vlm.decoders import DECODERS
+    from trimode_vlm.decoders import DECODERS, MODE_OPTIONS
 
     modes = _names(args.mode)
     for mode in modes or [""]:
@@ -256,9 +294,24 @@ def from_arguments(args: argparse.Namespace) -> EvalSettings:
             raise UsageError(f"unknown mode {mode!r}{nearest(mode, DECODERS)} (known: {', '.join(DECODERS)})")
     if not all(part.isdigit() for part in _names(args.buckets)):
         raise UsageError(f"--buckets takes numbers of tokens such as 100,200, found {args.buckets!r}")
-    values = {name: value for name, value in vars(args).items() if name in EvalSettings.__dataclass_fields__}
+    for name in ("threshold", "block_length"):
+        users = [mode for mode, options in MODE_OPTIONS.items() if name in options]
+        if getattr(args, name) is not None and not set(users) & set(modes):
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"{option} has no effect with --mode {','.join(modes)}; it belongs to {', '.join(users)}")
+    if args.control_limit is not None and not (args.control or args.shuffle_images):
+        raise UsageError("--control-limit has no effect without --control or --shuffle-images")
+    fields = EvalSettings.__dataclass_fields__
+    values = {name: value for name, value in vars(args).items() if name in fields}
+    if args.threshold is None:
+        values["threshold"] = fields["threshold"].default
     buckets = tuple(sorted(int(part) for part in _names(args.buckets)))
-    return EvalSettings(**values | {"tasks": _names(args.tasks), "modes": modes, "buckets": buckets})
+    settings = EvalSettings(**values | {"tasks": _names(args.tasks), "modes": modes, "buckets": buckets})
+    try:
+        check(settings)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return settings
 
 
 def _names(text: str) -> tuple[str, ...]:

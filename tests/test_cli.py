@@ -85,6 +85,23 @@ def giant_png(path: Path, side: int = 30000) -> str:
         (["chat", "--mode", "ar", "--block_length", "8", "Hi"], "--block-length has no effect"),
         (["chat", "--top-p", "0.9", "Hi"], "--top-p has no effect without --temperature"),
         (["chat", "--temperature", "-1", "Hi"], "--temperature must be 0 or more"),
+        (["chat", "--temperature", "nan", "Hi"], "--temperature must be 0 or more, and finite"),
+        (["chat", "--temperature", "inf", "Hi"], "--temperature must be 0 or more, and finite"),
+        (["chat", "--temperature", "1", "--top-p", "0", "Hi"], "--top-p must be above 0 and at most 1, found 0.0"),
+        (["chat", "--temperature", "1", "--top-p", "nan", "Hi"], "--top-p must be above 0 and at most 1, found nan"),
+        (["chat", "--temperature", "1", "--top-k", "-1", "Hi"], "--top-k must be 0 or more, found -1"),
+        (["chat", "--mode", "diffusion", "--threshold", "1.5", "Hi"], "--threshold must be above 0 and at most 1"),
+        (["chat", "--mode", "diffusion", "--threshold", "nan", "Hi"], "--threshold must be above 0 and at most 1"),
+        (["chat", "--block-length", "0", "Hi"], "--block-length must be at least 1, found 0"),
+        (["chat", "--block-length", "1025", "Hi"], "--block-length must be at most 1024, found 1025"),
+        (["chat", "--dtype", "bfloat61", "Hi"], "unknown dtype 'bfloat61'; did you mean bfloat16?"),
+        (["chat", "--seed", "5", "Hi"], "--seed has no effect without --temperature"),
+        (["chat", "--adapter", "there", "Hi"], "unknown option --adapter"),
+        (["chat", "--image", "https://a.org/a.png", "Hi"], "remote images are not read; download it first"),
+        (["chat", "--image", "file:///no/such.png", "Hi"], "file:///no/such.png: no such file"),
+        (["chat", "--image", "", "Hi"], "--image: the path is empty"),
+        (["chat", "--image", "tests", "Hi"], "--image tests: this is a folder"),
+        (["convert", "nano", "out/nano", "--dtype", "int8"], "unknown dtype 'int8'"),
         (["chat", "--max-new-tokens", "0", "Hi"], "--max-new-tokens must be at least 1"),
         (["chat", "--max-new-tokens", "many", "Hi"], "invalid int value: 'many'"),
         (["chat", "--compare"], "--compare needs a question"),
@@ -96,6 +113,12 @@ def giant_png(path: Path, side: int = 30000) -> str:
         (["convert", "nano", "out/nano", "--to", "ministral"], "unknown layout 'ministral'; did you mean ministral3?"),
         (["convert", "nano", "tests"], "tests is there already"),
         (["bench", "encode"], "invalid choice: 'encode'"),
+        (["bench", "decode", "--samples", "0"], "--samples must be at least 1, got 0"),
+        (["bench", "decode", "--repeats", "0"], "--repeats must be at least 1"),
+        (["bench", "decode", "--threads", "0"], "--threads must be at least 1"),
+        (["bench", "decode", "--new-tokens", "-1", "--quick"], "--new-tokens must be at least 1"),
+        (["bench", "decode", "--json", "no/such/decode.json"], "--json no/such/decode.json: not a file in a folder"),
+        (["bench", "decode", "--json", "tests"], "--json tests: not a file in a folder"),
         (["eval", "--model", "nano"], "required: --output"),
     ],
 )
@@ -122,7 +145,22 @@ def test_no_model_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_prompt_beyond_the_positions(chat: Any, chat_model: Any) -> None:
     code, out, err = chat("word " * 2 * chat_model.config.max_position_embeddings)
-    assert code == 1 and "1024 positions" in err.splitlines()[-1] and out.strip() == ""
+    settings, error = err.splitlines()
+    assert code == 1 and out == "" and "1024 positions" in error
+    assert settings.startswith("settings: ") and len(settings) < 1000 and "(10240 characters)" in settings
+
+
+def test_a_wrong_value_is_refused_before_torch_is_imported() -> None:
+    script = """if True:
+        import sys
+        sys.orig_argv[:] = ["trimode-vlm"]
+        from trimode_vlm import cli
+        assert cli.main(["chat", "--dtype", "int8", "Hi"]) == 2
+        assert cli.main(["chat", "--mode", "diffusion", "--threshold", "2", "Hi"]) == 2
+        assert cli.main(["convert", "nano", "out", "--dtype", "int8"]) == 2
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -160,6 +198,17 @@ def test_options_agree_with_the_decoders() -> None:
         assert set(names) <= MODE_OPTIONS[mode]
 
 
+def test_bounds_and_dtypes_agree_with_the_library() -> None:
+    from trimode_vlm import generation_config
+    from trimode_vlm.checkpoints import parse_dtype
+
+    assert terminal.MAX_BLOCK_LENGTH == generation_config.MAX_BLOCK_LENGTH
+    for name in (*cli.DTYPES, *cli.SHORT_DTYPES):
+        assert str(parse_dtype(name)).removeprefix("torch.") in cli.DTYPES
+        cli.check_dtype(name)
+        cli.check_dtype(f"torch.{name}")
+
+
 def test_layouts_agree_with_the_library() -> None:
     from trimode_vlm import convert
     from trimode_vlm.target_configs import TARGETS
@@ -194,13 +243,16 @@ def test_config_file_gives_options_and_the_line_overrides_them(tmp_path: Path) -
         ("compare: sometimes", "compare must be true or false"),
         ("- mode", "must hold 'option: value' lines, found a list"),
         ("mode: [", "is not valid YAML"),
+        ("day: 2024-99-99", "is not valid YAML"),
+        ("threshold:", "threshold has no value; give one or leave it out"),
+        ("image: [a.png, null]", "image has no value"),
+        ("compare: null", "compare has no value"),
     ],
 )
-def test_config_file_that_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+def test_config_file_that_is_wrong(refuse: Any, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "chat.yaml").write_text(text)
-    with pytest.raises(cli.UsageError) as raised:
-        parsed("--config", str(tmp_path / "chat.yaml"))
-    assert words in cli.one_line(raised.value)
+    code, line = refuse("chat", "--config", str(tmp_path / "chat.yaml"))
+    assert code == 2 and words in line and "--debug" not in line
 
 
 # --- one question ---------------------------------------------------------------------------------------------------
@@ -248,6 +300,9 @@ def test_convert_writes_a_folder_that_loads(chat_model: Any, processor: Any, tmp
     assert cli.main(argv) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "theirs")
     assert "Mistral3ForConditionalGeneration" in (tmp_path / "theirs" / "config.json").read_text()
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["convert", str(tmp_path / "ours"), str(tmp_path / "empty")]) == 0
+    assert (tmp_path / "empty" / "config.json").is_file()
     model, _ = trimode_vlm.load(tmp_path / "theirs")
     for (name, ours), theirs in zip(chat_model.state_dict().items(), model.state_dict().values(), strict=True):
         assert ours.equal(theirs), name
@@ -264,9 +319,18 @@ def conversation(chat_model: Any, processor: Any) -> terminal.Conversation:
 def test_conversation_over_a_pipe(chat: Any, picture: str) -> None:
     lines = ["What is this?", "/mode ar", "/image " + picture, "And this?", "", "/nonsense", "/image no.png", "/help"]
     code, out, err = chat("--image", picture, stdin="\n".join([*lines, "/quit", "never asked"]))
-    assert code == 0 and len(out.splitlines()) >= 2
+    assert code == 1 and len(out.splitlines()) >= 2
     assert err.count("tokens in") == 2 and "\nmode ar\n" in err and "\nar: " in err and "linear_spec: " in err
     assert "error: unknown command /nonsense" in err and "no.png" in err and "/clear" in err
+
+
+def test_a_failed_line_of_a_pipe_shows_in_the_exit_code(chat: Any, chat_model: Any, picture: str) -> None:
+    assert chat(stdin=f"/image {picture}\nWhat is this?\n/mode ar\n")[0] == 0
+    assert chat("--image", Path(picture).as_uri(), stdin="What is this?")[0] == 0
+    code, out, err = chat(stdin="/image\n/image https://a.org/a.png\n")
+    assert code == 1 and out == "" and "type /image FILE" in err and "download it first" in err
+    code, out, err = chat(stdin="word " * 2 * chat_model.config.max_position_embeddings)
+    assert code == 1 and out == "" and len(err.splitlines()) == 2
 
 
 def test_piped_question_without_newline_and_no_stdin(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -343,10 +344,51 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytes
         (["--mode", "diffuson"], "unknown mode 'diffuson'; did you mean diffusion?"),
         (["--buckets", "100,many"], "--buckets takes numbers"),
         (["--tasks", "spel"], "did you mean 'spell'"),
-        (["--limit", "0"], "at least 1"),
+        (["--tasks", ""], "no task is named"),
+        (["--limit", "0"], "limit must be at least 1, got 0"),
+        (["--max-new-tokens", "0"], "max new tokens must be at least 1"),
+        (["--threshold", "2"], "threshold must lie in (0, 1]"),
+        (["--block-length", "0"], "block_length must be a whole number of at least 1"),
+        (["--dtype", "float99"], "float99"),
+        (["--threshold", "0.9", "--mode", "ar,linear_spec"], "--threshold has no effect with --mode ar,linear_spec"),
+        (["--block-length", "8", "--mode", "ar"], "--block-length has no effect with --mode ar"),
+        (["--control-limit", "3"], "--control-limit has no effect without --control or --shuffle-images"),
     ]:
-        assert run.main(["eval", "--output", str(tmp_path / "out"), *options]) in (1, 2)
+        assert run.main(["eval", "--output", str(tmp_path / "out"), *options]) == 2
         assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_threshold_that_is_not_given_is_the_default(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    chosen = run.from_arguments(parser.parse_args(["--output", str(tmp_path), "--mode", "ar"]))
+    assert chosen.threshold == 0.9
+
+
+@pytest.mark.parametrize("option", ["--model", "--control"])
+def test_a_missing_checkpoint_stops_the_run_before_its_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    def load(path: str, **options: Any) -> Any:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(run, "_load", load)
+    missing, out = str(tmp_path / "nope"), tmp_path / "out"
+    assert run.main(["eval", "--output", str(out), "--tasks", "spell", "--mode", "ar", option, missing]) == 1
+    assert missing in capsys.readouterr().err.splitlines()[-1] and not out.exists()
+    Path(missing).mkdir()
+    assert run.main(["eval", "--output", str(out), "--tasks", "spell", "--mode", "ar", option, missing]) == 1
+    assert "no config.json" in capsys.readouterr().err.splitlines()[-1] and not out.exists()
+
+
+def test_a_folder_without_a_record_belongs_to_no_run(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(settings(tmp_path, model="other", seed=7), StubModel(fail_after=0))
+    assert (tmp_path / "out" / "settings.json").exists()
+    assert evaluate(settings(tmp_path), StubModel())["tasks"]["spell"]["ar"]["num_samples"] == 5
+    with pytest.raises(ValueError, match="model 'stub', not 'other'"):
+        evaluate(settings(tmp_path, model="other"), StubModel())
 
 
 class BlindModel(StubModel):

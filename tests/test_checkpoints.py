@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from trimode_vlm import TriModeVLM, load
+from trimode_vlm.checkpoints import convert
 
 HEAD, EMBEDDING = "diffusion_head.weight", "encoder.embed_tokens.weight"
 
@@ -317,6 +318,18 @@ def test_refused_files(llama_copy: Path, tmp_path: Path) -> None:
         load(llama_copy / "config.json")
     with pytest.raises(ValueError, match="no folder 'not-there'"):
         load("not-there")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json"]
+)
+def test_a_damaged_json_file_is_named(llama_copy: Path, name: str) -> None:
+    for text, words in (('{"a": ', "no JSON"), ("[1]", "must hold a JSON object, found a list"), ("\xff", "no JSON")):
+        (llama_copy / name).write_bytes(text.encode("latin-1"))
+        for read in (lambda: load(llama_copy), lambda: convert(llama_copy, llama_copy / "made")):
+            with pytest.raises(ValueError, match=words) as caught:
+                read()
+            assert str(llama_copy / name) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 from .draft_adapter import ADAPTER_FOLDER, find_adapter, read_adapter
 from .key_maps import EMBEDDING, HEAD, from_ours
 from .model import TriModeVLM
-from .processor_files import load_generation_config, load_processor, save_companions
+from .processor_files import check_json_files, load_generation_config, load_processor, save_companions
 from .source_configs import read_source
 from .source_weights import SourceWeights, build, check, expected_weights, skeleton
 from .target_configs import target_config, target_name, weight_layout
@@ -65,6 +65,7 @@ def load(
         raise ValueError(f"quantize={quantize!r} is not available in this version; leave it out")
     wanted = parse_dtype(dtype) if dtype is not None else torch.float32 if str(path_or_id) == NANO else None
     folder = resolve(path_or_id)
+    check_json_files(folder)
     weights = SourceWeights(folder, read_source(folder, mask_token_id, overrides))
     model = build(weights, wanted or weights.dtype, device or "cpu", allow_missing, allow_unexpected)
     model.generation_config = load_generation_config(folder) or model.generation_config
@@ -103,6 +104,7 @@ def convert(
     target = Path(target_dir).expanduser().absolute()
     _check_target(target, overwrite)
     folder = resolve(source)
+    check_json_files(folder)
     weights = SourceWeights(folder, read_source(folder, mask_token_id, overrides))
     wanted = parse_dtype(dtype) if dtype is not None else weights.dtype
     config = target_config(weights.config, to, wanted)

@@ -25,6 +25,12 @@ COMMANDS = {
     "bench": ("trimode_vlm.eval.bench", "measure decoding speed against its ceiling and against transformers"),
 }
 
+# Kept here too so that a wrong one is refused before torch is imported. A test compares them with the library's.
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+SHORT_DTYPES = ("bf16", "fp32", "fp16", "half", "float")
+# Characters of a text that the settings line shows.
+MAX_SHOWN = 200
+
 HELP = """usage: trimode-vlm COMMAND [options]
 
 commands:
@@ -94,8 +100,8 @@ class Parser(argparse.ArgumentParser):
             settings = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         except OSError as error:
             raise UsageError(f"cannot read --config {path}: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UsageError(f"--config {path} is not valid YAML: {one_line(error)}") from error
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, dates that are none
+            raise UsageError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
         if not isinstance(settings, dict):
             raise UsageError(f"--config {path} must hold 'option: value' lines, found a {type(settings).__name__}")
         options = {name: action for name, action in self._option_string_actions.items() if name.startswith("--")}
@@ -104,12 +110,15 @@ class Parser(argparse.ArgumentParser):
             name = "--" + str(key).replace("_", "-")
             if name not in options or name in ("--config", "--help"):
                 raise UsageError(f"--config {path}: unknown option {key!r}{nearest(name, options, strip='-')}")
+            values = value if isinstance(value, list) else [value]
+            if None in values:
+                raise UsageError(f"--config {path}: {key} has no value; give one or leave it out")
             if options[name].nargs == 0:
                 if not isinstance(value, bool):
                     raise UsageError(f"--config {path}: {key} must be true or false, found {value!r}")
                 argv += [name] if value else []
             else:
-                argv += [f"{name}={item}" for item in (value if isinstance(value, list) else [value])]
+                argv += [f"{name}={item}" for item in values]
         return argv
 
 
@@ -136,8 +145,22 @@ def one_line(error: BaseException) -> str:
 
 
 def print_settings(settings: dict[str, Any]) -> None:
-    """One JSON line on stderr, so that stdout holds the result alone."""
-    print(f"settings: {json.dumps(settings, ensure_ascii=False, default=str)}", file=sys.stderr)
+    """One JSON line on stderr, so that stdout holds the result alone; long texts are cut."""
+    short = {name: _shortened(value) for name, value in settings.items()}
+    print(f"settings: {json.dumps(short, ensure_ascii=False, default=str)}", file=sys.stderr)
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shortened(item) for item in value]
+    is_long = isinstance(value, str) and len(value) > MAX_SHOWN
+    return f"{value[:MAX_SHOWN]}... ({len(value)} characters)" if is_long else value
+
+
+def check_dtype(name: str | None) -> None:
+    """Raise UsageError for a --dtype that weights cannot have."""
+    if name is not None and name.removeprefix("torch.") not in (*DTYPES, *SHORT_DTYPES):
+        raise UsageError(f"--dtype: unknown dtype {name!r}{nearest(name, DTYPES)} (known: {', '.join(DTYPES)})")
 
 
 def dispatch(argv: Sequence[str], debug: bool = False) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trimode_vlm.cli import UsageError, nearest, print_settings
+from trimode_vlm.cli import UsageError, check_dtype, nearest, print_settings
 
 EXAMPLES = """examples:
   trimode-vlm convert nano exported/nano --to nld
@@ -37,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
     """Convert and say where the result is; returns the exit code."""
     if args.to not in LAYOUTS:
         raise UsageError(f"--to: unknown layout {args.to!r}{nearest(args.to, LAYOUTS)} (known: {', '.join(LAYOUTS)})")
-    if Path(args.target).exists() and not args.overwrite:
+    check_dtype(args.dtype)
+    target = Path(args.target).expanduser()
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not is_empty and not args.overwrite:
         raise UsageError(f"{args.target} is there already: choose another target or give --overwrite")
     print_settings(vars(args))
     from trimode_vlm.checkpoints import convert

@@ -22,6 +22,28 @@ _COMMON_OPTIONS = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", 
                    "max_new_tokens")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: no JSON, or no object; one line with the file's path.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged or incomplete, this is no JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold a JSON object, found a {type(content).__name__}")
+    return content
+
+
+def check_json_files(folder: Path) -> None:
+    """Raise ValueError for a tokenizer, processor or generation file that is no JSON object, before others read it."""
+    for name in (*_TOKENIZER_FILES, *_PROCESSOR_FILES, "generation_config.json"):
+        if name.endswith(".json"):
+            _read(folder / name)
+
+
 def load_processor(folder: Path, config: TriModeConfig, layout: str) -> Any:
     """The folder's TriModeProcessor, or one built around its tokenizer; None where there is no tokenizer.
 
@@ -123,4 +145,4 @@ def _token(tokenizer: Any, token_id: int | None) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}

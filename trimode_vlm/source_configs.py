@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .config import TriModeConfig, TriModeTextConfig
+from .processor_files import read_json
 from .spare_tokens import choose_image_tokens, choose_mask_token, read_special_tokens
 
 OUR_TYPES = (TriModeTextConfig.model_type, TriModeConfig.model_type)
@@ -68,7 +68,7 @@ def read_source(
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json, so this is not a model folder")
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_json(path)
     model_type = raw.get("model_type")
     if model_type in OUR_TYPES:
         layout, fields = "trimode", {k: v for k, v in raw.items() if k not in _FILE_KEYS}

@@ -6,12 +6,14 @@ Answers go to stdout, everything else to stderr. torch is imported only once the
 from __future__ import annotations
 
 import argparse
+import math
+import os.path
 import sys
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimode_vlm.cli import UsageError, nearest, one_line, print_settings
+from trimode_vlm.cli import UsageError, check_dtype, nearest, one_line, print_settings
 from trimode_vlm.compare import compare, summary
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ MODE_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear_spec": ("block_length",),
 }
 SAMPLING_OPTIONS = ("top_p", "top_k")
+# As generation_config has it.
+MAX_BLOCK_LENGTH = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-p", type=float, help="with --temperature: sample from the likeliest tokens of this total mass")
     add("--top-k", type=int, help="with --temperature: sample from this many likeliest tokens")
-    add("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add("--seed", type=int, help="with --temperature: of the sampling (default 0)")
     add("--dtype", help="such as bfloat16 (default: the checkpoint's)")
     add("--device", help="such as cuda or cpu (default: cuda where there is one)")
-    add("--adapter", metavar="FOLDER", help="a PEFT adapter for the drafts")
 
 
 def mode_name(text: str) -> str:
@@ -89,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
     elif args.question is not None:
         say(conversation, args.question, images)
     else:
-        talk(conversation, images, read_lines())
+        is_piped = sys.stdin is None or not sys.stdin.isatty()
+        failures = talk(conversation, images, read_lines())
+        return 1 if failures and is_piped else 0
     return 0
 
 
@@ -110,17 +115,49 @@ def check(args: argparse.Namespace, modes: Sequence[str]) -> None:
         if getattr(args, name) is not None and not set(users) & set(modes):
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{option} has no effect with --mode {modes[0]}; it belongs to {', '.join(users)}")
-    for name in SAMPLING_OPTIONS:
+    for name in (*SAMPLING_OPTIONS, "seed"):
         if getattr(args, name) is not None and not args.temperature:
             raise UsageError(f"--{name.replace('_', '-')} has no effect without --temperature above 0")
-    for name in ("max_new_tokens", "block_length"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, found {getattr(args, name)}")
-    if args.temperature < 0:
-        raise UsageError(f"--temperature must be 0 or more, found {args.temperature}")
+    check_values(args)
+    check_dtype(args.dtype)
     for path in args.image:
-        if not path.startswith("data:") and not Path(path).is_file():
-            raise UsageError(f"--image {path}: no such file")
+        reason = image_fault(path)
+        if reason:
+            raise UsageError(f"--image {path}: {reason}" if path else f"--image: {reason}")
+
+
+def check_values(args: argparse.Namespace) -> None:
+    """Raise UsageError for a number out of its range; nan is in none."""
+    temperature, top_p, top_k = args.temperature, args.top_p, args.top_k
+    length, threshold = args.block_length, args.threshold
+    ranges = (
+        ("temperature", temperature, math.isfinite(temperature) and temperature >= 0, "be 0 or more, and finite"),
+        ("top-p", top_p, top_p is None or 0 < top_p <= 1, "be above 0 and at most 1"),
+        ("top-k", top_k, top_k is None or top_k >= 0, "be 0 or more"),
+        ("threshold", threshold, threshold is None or 0 < threshold <= 1, "be above 0 and at most 1"),
+        ("max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "be at least 1"),
+        ("block-length", length, length is None or length >= 1, "be at least 1"),
+        ("block-length", length, length is None or length <= MAX_BLOCK_LENGTH, f"be at most {MAX_BLOCK_LENGTH}"),
+    )
+    for name, value, is_right, rule in ranges:
+        if not is_right:
+            raise UsageError(f"--{name} must {rule}, found {value}")
+
+
+def image_fault(path: str) -> str | None:
+    """Why there is no picture at a path, `file://` or data URI; None where there may be one."""
+    scheme = path[:8].lower()
+    if scheme.startswith("data:"):
+        return None
+    if scheme.startswith(("http://", "https://")):
+        return "remote images are not read; download it first"
+    if scheme.startswith("file://"):
+        path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
+    if not path.strip():
+        return "the path is empty; give the file of a picture"
+    if os.path.isdir(path):
+        return "this is a folder; give the file of a picture"
+    return None if os.path.isfile(path) else "no such file"
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -131,7 +168,7 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
 
     trimode_vlm.register_auto_classes()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model, processor = trimode_vlm.load(args.model, dtype=args.dtype, device=device, adapter=args.adapter)
+    model, processor = trimode_vlm.load(args.model, dtype=args.dtype, device=device)
     if processor is None:
         raise ValueError(f"{args.model} holds no tokenizer, so there is no way to ask it anything")
     return model, processor
@@ -139,7 +176,7 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding options that were given, for any mode."""
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed}
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "seed": args.seed or 0}
     options["do_sample"] = args.temperature > 0
     if args.temperature > 0:
         options["temperature"] = args.temperature
@@ -152,6 +189,8 @@ class Conversation:
 
     def __init__(self, model: Any, processor: Any, options: dict[str, Any], system: str | None = None) -> None:
         self.model, self.processor, self.options, self.system = model, processor, options, system
+        # A prompt beyond the positions is refused in one line; transformers would warn of it besides.
+        processor.tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         self.mode = "linear_spec"
         self.output: TriModeGenerateOutput | None = None
         self.clear()
@@ -211,15 +250,17 @@ class Conversation:
 def say(conversation: Conversation, question: str, images: Sequence[Image]) -> None:
     """Stream one answer to stdout and its summary to stderr; Ctrl-C ends the answer alone."""
     pieces = conversation.ask(question, images)
-    stopped = False
+    begun = stopped = False
     try:
         for piece in pieces:
+            begun = True
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
         stopped = True
     finally:
         pieces.close()  # type: ignore[attr-defined]
-        print(flush=True)
+        if begun:
+            print(flush=True)
     output = conversation.output
     if output is None:
         print("no answer", file=sys.stderr)
@@ -251,13 +292,22 @@ def read_lines() -> Iterator[str]:
             return
 
 
-def talk(conversation: Conversation, images: Sequence[Image], lines: Iterator[str]) -> None:
-    """A conversation: every line is a question or a /command; an error costs a line, not the conversation."""
+def talk(conversation: Conversation, images: Sequence[Image], lines: Iterator[str]) -> int:
+    """A conversation: every line is a question or a /command; an error costs a line, not the conversation.
+
+    Returns how many lines failed.
+    """
     from trimode_vlm.vision.images import open_image
 
     waiting = list(images)
+    failures = 0
 
     def attach(path: str) -> str:
+        if not path:
+            raise ValueError("type /image FILE, with the path of a picture")
+        reason = image_fault(path)
+        if reason:
+            raise ValueError(f"{path}: {reason}")
         waiting.append(open_image(path))
         return f"{len(waiting)} picture(s) go with the next question"
 
@@ -281,7 +331,7 @@ def talk(conversation: Conversation, images: Sequence[Image], lines: Iterator[st
         name, _, rest = line.partition(" ")
         try:
             if name == "/quit":
-                return
+                break
             if name in commands:
                 print(commands[name](rest.strip()), file=sys.stderr)
             elif line.startswith("/"):
@@ -290,4 +340,6 @@ def talk(conversation: Conversation, images: Sequence[Image], lines: Iterator[st
                 say(conversation, line, waiting)
                 waiting.clear()
         except (ValueError, OSError, RuntimeError) as error:
+            failures += 1
             print(f"error: {one_line(error)}", file=sys.stderr)
+    return failures

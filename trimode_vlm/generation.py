@@ -143,7 +143,7 @@ class Generation:
             raise ValueError(f"max_length {self.config.max_length} leaves no room behind a prompt of {n} tokens")
         return min(asked, limit - n)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def events(self) -> Iterator[StreamEvent]:
         config, model = self.config, self.model
         # Without a seed the global generator gives one, so that calls differ and torch.manual_seed still rules them.

@@ -66,20 +66,38 @@ def nld_config(vision: bool) -> dict[str, Any]:
         "architectures": [f"NemotronLabsDiffusion{kind}"],
         "auto_map": {"AutoModel": f"modeling_nemotron_labs_diffusion.NemotronLabsDiffusion{kind}"},
         "model_type": "nemotron_labs_diffusion" + ("_vlm" if vision else ""),
-        "dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "mask_token_id": 100, "block_size": 32, "attention_bias": False, "mlp_bias": False, "sliding_window": None,
-        "rope_parameters": dict(YARN), **TEXT,
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "mask_token_id": 100,
+        "block_size": 32,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "rope_parameters": dict(YARN),
+        **TEXT,
     }
     if vision:
-        config |= {"vision_config": dict(VISION), "image_token_id": 19, "spatial_merge_size": 2,
-                   "projector_hidden_act": "gelu", "multimodal_projector_bias": False, "vision_feature_layer": -1}
+        config |= {
+            "vision_config": dict(VISION),
+            "image_token_id": 19,
+            "spatial_merge_size": 2,
+            "projector_hidden_act": "gelu",
+            "multimodal_projector_bias": False,
+            "vision_feature_layer": -1,
+        }
     return config
 
 
 def write_nld(folder: Path, source: Path, vision: bool) -> Path:
     """The weights of a saved Ministral-3 model under the released names."""
-    prefixes = {"language_model.model.": "encoder.", "language_model.lm_head.": "diffusion_head.",
-                "vision_tower.": "encoder.vision_tower.", "multi_modal_projector.": "encoder.multi_modal_projector."}
+    prefixes = {
+        "language_model.model.": "encoder.",
+        "language_model.lm_head.": "diffusion_head.",
+        "vision_tower.": "encoder.vision_tower.",
+        "multi_modal_projector.": "encoder.multi_modal_projector.",
+    }
     renamed = {}
     for name, tensor in tensors(source).items():
         prefix = next(p for p in prefixes if name.startswith(p))
@@ -156,8 +174,13 @@ def test_old_names_of_an_unused_buffer(llama_copy: Path) -> None:
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
         {"type": "linear", "factor": 2.0},
         {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
         None,
@@ -268,7 +291,8 @@ def test_a_tied_model_is_one_copy_and_saves_one(tmp_path: Path) -> None:
 
 def test_all_problems_in_one_error(llama_copy: Path) -> None:
     edit_weights(
-        llama_copy, remove="model.layers.1.mlp.up_proj.weight",
+        llama_copy,
+        remove="model.layers.1.mlp.up_proj.weight",
         **{"model.norm.weight": torch.ones(31), "model.layers.0.self_attn.q_norm.weight": torch.ones(16)},
     )
     with pytest.raises(ValueError) as caught:

@@ -12,14 +12,30 @@ from .config import TriModeConfig
 from .generation_config import TriModeGenerationConfig
 
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _LICENCE_PATTERNS = ("LICENSE*", "NOTICE*")
 # What every transformers model understands; our own options would make other tools warn.
-_COMMON_OPTIONS = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_p", "top_k",
-                   "max_new_tokens")
+_COMMON_OPTIONS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "do_sample",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -59,8 +75,10 @@ def load_processor(folder: Path, config: TriModeConfig, layout: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    names: dict[str, Any] = {f"{part}_token": _token(tokenizer, getattr(config, f"{part}_token_id")) for part in (
-        "image", "image_start", "image_break", "image_end")}
+    names: dict[str, Any] = {
+        f"{part}_token": _token(tokenizer, getattr(config, f"{part}_token_id"))
+        for part in ("image", "image_start", "image_break", "image_end")
+    }
     if config.vision_config is None:
         names = {"image_token": ""}  # no images, even where the tokenizer knows image tokens
     elif names["image_token"] is None:
@@ -115,13 +133,19 @@ def _save_pixtral_processor(processor: Any, target: Path) -> None:
 
     images = processor.image_processor
     image_processor = PixtralImageProcessor(
-        size=dict(images.size), patch_size={"height": images.patch_size, "width": images.patch_size},
-        image_mean=images.image_mean, image_std=images.image_std,
+        size=dict(images.size),
+        patch_size={"height": images.patch_size, "width": images.patch_size},
+        image_mean=images.image_mean,
+        image_std=images.image_std,
     )
     PixtralProcessor(
-        image_processor, processor.tokenizer, patch_size=images.patch_size,
-        spatial_merge_size=images.spatial_merge_size, chat_template=processor.chat_template,
-        image_token=processor.image_token, image_break_token=processor.image_break_token,
+        image_processor,
+        processor.tokenizer,
+        patch_size=images.patch_size,
+        spatial_merge_size=images.spatial_merge_size,
+        chat_template=processor.chat_template,
+        image_token=processor.image_token,
+        image_break_token=processor.image_break_token,
         image_end_token=processor.image_end_token,
     ).save_pretrained(target)
 

@@ -33,13 +33,34 @@ _REASONS = {
     "mixtral": "it is a mixture of experts",
 }
 TEXT_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "initializer_range",
-    "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "initializer_range",
+    "rope_parameters",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
 )
 PROJECTOR_FIELDS = ("projector_hidden_act", "multimodal_projector_bias", "spatial_merge_size")
-_FILE_KEYS = ("architectures", "auto_map", "dtype", "model_type", "quantization_config", "torch_dtype",
-              "transformers_version", "tie_word_embeddings", "_name_or_path")
+_FILE_KEYS = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "model_type",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "tie_word_embeddings",
+    "_name_or_path",
+)
 
 
 @dataclass(frozen=True)
@@ -57,9 +78,7 @@ class Source:
     fp8_block: tuple[int, int] | None
 
 
-def read_source(
-    folder: Path, mask_token_id: int | None = None, overrides: Mapping[str, Any] | None = None
-) -> Source:
+def read_source(folder: Path, mask_token_id: int | None = None, overrides: Mapping[str, Any] | None = None) -> Source:
     """Read a model folder's config.json; `overrides` set single fields of the result.
 
     Raises:
@@ -104,7 +123,8 @@ def _from_text(text: PreTrainedConfig) -> dict[str, Any]:
         warnings.warn(
             f"sliding_window {window} is smaller than max_position_embeddings {text.max_position_embeddings}: this "
             f"backbone attends to everything, which is the same up to {window} tokens only, so "
-            f"max_position_embeddings becomes {window}", stacklevel=4,
+            f"max_position_embeddings becomes {window}",
+            stacklevel=4,
         )
         fields["max_position_embeddings"] = window
     return fields
@@ -123,9 +143,7 @@ def _from_mistral3(raw: dict[str, Any]) -> dict[str, Any]:
         layers = layers[0]
     fields = _from_text(full.text_config) | {name: getattr(full, name) for name in PROJECTOR_FIELDS}
     vision = full.vision_config.to_dict()
-    return fields | {
-        "vision_config": vision, "vision_feature_layer": layers, "image_token_id": full.image_token_index
-    }
+    return fields | {"vision_config": vision, "vision_feature_layer": layers, "image_token_id": full.image_token_index}
 
 
 def _special_ids(folder: Path, layout: str, model_type: str, fields: dict[str, Any]) -> dict[str, int | None]:
@@ -140,8 +158,11 @@ def _special_ids(folder: Path, layout: str, model_type: str, fields: dict[str, A
 
 
 def _check_flags(text: Mapping[str, Any]) -> None:
-    for flag, what in (("attention_bias", "attention biases"), ("mlp_bias", "MLP biases"),
-                       ("use_qk_norm", "normalised queries and keys")):
+    for flag, what in (
+        ("attention_bias", "attention biases"),
+        ("mlp_bias", "MLP biases"),
+        ("use_qk_norm", "normalised queries and keys"),
+    ):
         if text.get(flag):
             raise ValueError(f"{flag} is true: {what} cannot be held by this backbone")
     if "sliding_attention" in (text.get("layer_types") or []):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PixtralVisionConfig
 from transformers.activations import ACT2FN
 
 from .attention import Implementation, Rotary, attend, rotate
@@ -46,9 +47,7 @@ class TextBackbone(nn.Module):
         hidden = inputs_embeds
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:
-                hidden = checkpoint(
-                    layer, hidden, rotary, pattern, cache, offset, implementation, use_reentrant=False
-                )
+                hidden = checkpoint(layer, hidden, rotary, pattern, cache, offset, implementation, use_reentrant=False)
             else:
                 hidden = layer(hidden, rotary, pattern, cache, offset, implementation)
         return self.norm(hidden)
@@ -107,7 +106,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: TriModeConfig) -> None:
+    """SwiGLU, of the text layers and of the Pixtral tower alike."""
+
+    def __init__(self, config: TriModeConfig | PixtralVisionConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)

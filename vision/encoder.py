@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PixtralVisionConfig
-from transformers.activations import ACT2FN
 
 from trimode_vlm.attention import rotate
+from trimode_vlm.backbone import MLP
 
 
 class PixtralEncoder(nn.Module):
@@ -70,7 +70,7 @@ class VisionLayer(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
         self.attention = VisionAttention(config)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=1e-5)
-        self.feed_forward = VisionMLP(config)
+        self.feed_forward = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -92,15 +92,3 @@ class VisionAttention(nn.Module):
         q, k, v = (p(x).view(B, N, -1, self.head_dim).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         out = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.o_proj(out.transpose(1, 2).reshape(B, N, D))
-
-
-class VisionMLP(nn.Module):
-    def __init__(self, config: PixtralVisionConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))

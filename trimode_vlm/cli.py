@@ -36,11 +36,12 @@ HELP = """usage: trimode-vlm COMMAND [options]
 commands:
 {commands}
 
+  trimode-vlm --version prints the version
+
 options, for every command:
   --help         what the command does, its options, examples
   --config FILE  read options from a YAML file; the command line overrides it
   --debug        show the traceback of an error
-  --version      print the version
 
 examples:
   trimode-vlm chat --image receipt.png "What is the total?"
@@ -135,11 +136,17 @@ def nearest(name: str, known: Iterable[str], strip: str = "") -> str:
     return f"; did you mean {found[0].lstrip(strip)}?" if found else ""
 
 
+# Characters of an error that a terminal still shows as something to read.
+LONGEST_ERROR = 600
+
+
 def one_line(error: BaseException) -> str:
     """The message of an error without line breaks; errors that are not addressed to the user also say their type."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
+    if len(text) > LONGEST_ERROR:
+        return f"{text[:LONGEST_ERROR]}... (--debug shows all)"
     addressed = isinstance(error, (ValueError, OSError, RuntimeError, ImportError))
     return text if addressed else f"{type(error).__name__}: {text} (--debug shows where)"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,25 @@ def chat_model(tokenizer: Any) -> Any:
         image_break_token_id=ids("<|image_break|>"),
         image_end_token_id=ids("<|image_end|>"),
     )
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama saved by transformers; shared, so change a `llama_copy` instead."""
+    from foreign_models import TEXT, randomise, saved
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return saved(randomise(LlamaForCausalLM(LlamaConfig(**TEXT))), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def mistral3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Ministral-3 with its tower, saved by transformers."""
+    from foreign_models import mistral3, saved
+
+    return saved(mistral3(), tmp_path_factory.mktemp("mistral3"))
+
+
+@pytest.fixture
+def llama_copy(llama_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama_folder, tmp_path / "llama"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +38,6 @@ from trimode_vlm import TriModeVLM, load
 from trimode_vlm.checkpoints import convert
 
 HEAD, EMBEDDING = "diffusion_head.weight", "encoder.embed_tokens.weight"
-
-
-@pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(randomise(LlamaForCausalLM(LlamaConfig(**TEXT))), tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def mistral3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(mistral3(), tmp_path_factory.mktemp("mistral3"))
-
-
-@pytest.fixture
-def llama_copy(llama_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(llama_folder, tmp_path / "llama"))
 
 
 # Released NLD folders, written here in the released names

@@ -1,6 +1,7 @@
 """Settings are checked before anything is trained, and a folder is not trained on with others by accident."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -34,6 +35,15 @@ WRONG = [
     ("--ar.micro_batch_tokens 0", "ar.micro_batch_tokens must be at least 1, got 0"),
     ("--vision.lr 0", "vision.lr must be above 0, got 0.0"),
     ("--joint.budget_sec -5", "joint.budget_sec must be above 0, got -5.0"),
+    ("--joint.alpha nan", "joint.alpha must be at least 0, got nan"),
+    ("--joint.alpha -1", "joint.alpha must be at least 0, got -1.0"),
+    ("--joint.alpha inf", "joint.alpha must be at least 0, and finite, got inf"),
+    ("--joint.lr .inf", "joint.lr must be above 0, and finite, got inf"),
+    ("--joint.lr nan", "joint.lr must be above 0, got nan"),
+    ("--joint.steps nan", "'joint.steps': nan is not a int"),
+    ("--joint.seed 1e40", "joint.seed must be between 0 and 9223372036854775807"),
+    ("--out /proc/no/such", "out /proc/no/such: not a folder that can be made"),
+    ("--out ''", "out must name a folder, got ''"),
     ("--joint.warmup 3", "joint.warmup must be between 0 and 1, got 3.0"),
     ("--joint.block_length [32,0]", "joint.block_length must be at least 1, got (32, 0)"),
     ("--joint.block_length [32,x]", "'joint.block_length': 'x' is not a int"),
@@ -51,6 +61,38 @@ def test_a_wrong_setting_is_one_line_before_anything_starts(tmp_path, capsys, op
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty: write settings into it, or {} for the defaults"),
+        (b"# later\n", "is empty"),
+        (b"\xff\xfe", "cannot be read as text"),
+        (b"1: 2\n", "unknown setting '1'"),
+        (b"- a\n", "expected a mapping of settings, found list"),
+        (b"joint:\n", "joint must be a mapping of settings, got None"),
+    ],
+)
+def test_a_config_file_that_holds_no_settings(tmp_path, capsys, content, words):
+    path = tmp_path / "my.yaml"
+    path.write_bytes(content)
+    assert train(["--config", str(path), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert str(path) in error or "setting" in error
+
+
+def test_an_out_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "out").touch()
+    for out in (tmp_path / "out", tmp_path / "out" / "x"):
+        assert train(["--config", "nano-smoke", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert f"out {out}: not a folder that can be made" in error and error.count("\n") == 1
+
+
+def test_infinity_switches_off_what_it_can():
+    assert TrainSettings(grad_clip=math.inf, checkpoint_minutes=math.inf).grad_clip == math.inf
 
 
 def test_settings_are_checked_in_code_too_and_the_shipped_ones_are_right():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from trimode_vlm.training.settings import build, parse_overrides, read_yaml, resolved
+from trimode_vlm.training.settings import build, make_folder, parse_overrides, read_yaml, resolved
 
 USAGE = """usage: trimode-vlm train --config NAME_OR_FILE [--key value ...]
 
@@ -35,6 +35,7 @@ def train(argv: list[str] | None = None) -> int:
         from trimode_vlm.training import nano_recipe
 
         settings = build(nano_recipe.NanoSettings, base, overrides)
+        make_folder(settings.out)
     except ValueError as error:
         if "--debug" in argv:
             raise

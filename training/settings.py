@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import typing
 from collections.abc import Collection
 from dataclasses import asdict, fields, is_dataclass
@@ -23,7 +24,12 @@ def read_yaml(name: str) -> dict[str, Any]:
         path = Path(__file__).parent / f"{name}.yaml"
         if not path.is_file():
             raise ValueError(f"no config {name!r}: give a YAML file or one of {', '.join(shipped)}")
-    content = _parse(path.read_text(encoding="utf-8"), str(path)) or {}
+    try:
+        content = _parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as text ({error})") from None
+    if content is None:
+        raise ValueError(f"{path} is empty: write settings into it, or {{}} for the defaults")
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of settings, found {type(content).__name__}")
     return content
@@ -89,7 +95,7 @@ def build(cls: type[S], *layers: dict[str, Any], where: str = "") -> S:
         else:
             values[name] = _convert(given[-1], kind, where + name)
     for layer in layers:
-        for name in layer:
+        for name in map(str, layer):
             if name not in known:
                 near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
                 raise ValueError(f"unknown setting {where + name!r}; the nearest known one is {where + near[0]!r}")
@@ -106,14 +112,39 @@ def check_known(settings: Any, **known: Collection[str]) -> None:
             raise ValueError(f"{name} must be one of {', '.join(names)}, got {getattr(settings, name)!r}")
 
 
-def check_range(settings: Any, low: float, high: float, *names: str, without_low: bool = False) -> None:
-    """Raise ValueError unless low <= value <= high for each named field that is not None."""
+def check_range(
+    settings: Any, low: float, high: float, *names: str, without_low: bool = False, finite: bool = True
+) -> None:
+    """Raise ValueError unless low <= value <= high for each named field that is not None; nan is in no range.
+
+    finite: infinity is refused as well, where it would mean something only by accident.
+    """
     for name in names:
         value = getattr(settings, name)
         if value is None or (low <= value <= high and not (without_low and value == low)):
-            continue
+            if value is None or not finite or math.isfinite(value):
+                continue
         wanted = f"between {low} and {high}" if high < math.inf else f"{'above' if without_low else 'at least'} {low}"
+        wanted += ", and finite" if finite and value == math.inf else ""
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+def make_folder(path: str | Path, option: str = "out") -> Path:
+    """Make the folder that a run writes to, before anything slow.
+
+    Raises:
+        ValueError: it cannot be made or written to; one line that names the option.
+    """
+    folder = Path(path).expanduser()
+    if not str(path).strip():
+        raise ValueError(f"{option} must name a folder, got {path!r}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: not a folder that can be made ({error.strerror}); name another") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: this folder is not writable; name another")
+    return folder
 
 
 def _convert(value: Any, kind: Any, name: str) -> Any:

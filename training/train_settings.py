@@ -77,8 +77,12 @@ class TrainSettings:
         )
         check_range(self, 1, math.inf, "steps", "batch_tokens", "micro_batch_tokens", "micro_batch_samples")
         check_range(self, 1, math.inf, "chunk_tokens", "log_every", "keep_checkpoints")
-        check_range(self, 0, math.inf, "alpha", "weight_decay", "checkpoint_minutes")
-        check_range(self, 0, math.inf, "budget_sec", "lr", "grad_clip", without_low=True)
+        check_range(self, 0, 2**63 - 1, "seed")
+        check_range(self, 0, math.inf, "alpha", "weight_decay")
+        check_range(self, 0, math.inf, "budget_sec", "lr", without_low=True)
+        # Infinity switches these off.
+        check_range(self, 0, math.inf, "checkpoint_minutes", finite=False)
+        check_range(self, 0, math.inf, "grad_clip", without_low=True, finite=False)
         check_range(self, 0, 1, "eps", "full_block_fraction", "clean_first_fraction")
         check_range(self, 0, 1, "warmup", "decay_fraction", "min_lr_ratio")
         lengths = (self.block_length,) if isinstance(self.block_length, int) else self.block_length

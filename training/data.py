@@ -19,6 +19,8 @@ class Encoded:
     """One sample ready for corruption: ids and loss mask of the rendered chat, its images in order of appearance.
 
     images: float tensors [3, h, w]. epoch: how often the sample was seen before; with sample_id it fixes the noise.
+    name: what messages call it, as "train.jsonl row 17 (id abc)". skipped: what was wrong with the bad samples whose
+    place it takes, one line each.
     """
 
     sample_id: int
@@ -26,11 +28,13 @@ class Encoded:
     loss_mask: list[bool]
     images: list[Tensor] = field(default_factory=list)
     epoch: int = 0
+    name: str = ""
+    skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.input_ids) != len(self.loss_mask):
             raise ValueError(
-                f"sample {self.sample_id}: {len(self.input_ids)} input_ids but {len(self.loss_mask)} loss_mask entries"
+                f"{self.name or f'sample {self.sample_id}'}: {len(self.input_ids)} input_ids but {len(self.loss_mask)} loss_mask entries"
             )
 
 

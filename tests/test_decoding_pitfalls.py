@@ -83,7 +83,7 @@ def test_a_stopping_criterion_ends_the_output_inside_a_block(mode: str) -> None:
 def test_decoders_equal_the_cacheless_oracle(mode: str, block_length: int) -> None:
     model = make_tiny_model(seed=1, vision=False)
     end_ids = [END, 17, 30]
-    oracle = Oracle(model, end_ids, [MASK])
+    oracle = Oracle(model, end_ids, model.config.never_sampled_ids)
     reasons = set()
     for prompt, budget in itertools.product(prompts(3, seed=1, longest=9), (1, 2, 7, 17)):
         expected = oracle.decode(mode, prompt, budget, block_length, 0.3)
@@ -105,7 +105,7 @@ def test_decoders_equal_the_cacheless_oracle_with_images(mode: str, tiny_model: 
 
 @pytest.mark.parametrize("threshold", [1e-6, 0.05, 0.2, 0.9, 1.0, None])
 def test_diffusion_commits_by_the_rule(threshold: float | None, tiny_text_model: Any) -> None:
-    oracle = Oracle(tiny_text_model, [], [MASK])
+    oracle = Oracle(tiny_text_model, [], tiny_text_model.config.never_sampled_ids)
     expected = oracle.diffusion(PROMPT, 16, 8, threshold)
     out = tiny_text_model.generate(
         torch.tensor([PROMPT]),
@@ -138,17 +138,37 @@ def test_the_models_positions_bound_the_budget(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_mask_and_image_ids_are_never_returned_even_when_likeliest(mode: str) -> None:
-    """Every position wants the mask token most, then the image tokens, then a word; drafts and verdicts alike."""
+def test_mask_image_and_filler_ids_are_never_returned_even_when_likeliest(mode: str) -> None:
+    """Every position wants the mask most, then image tokens, padding and bos, then a word; drafts and verdicts alike."""
     words = [20 + i for i in range(12)]
-    banned = [MASK, 4, 5, 6, 7]
+    banned = [MASK, 4, 5, 6, 7, 0, 1]
     causal, ahead = says(words, shift=1), says(words)
     for table in (causal, ahead):
-        table[:, banned] = torch.tensor([60.0, 50.0, 50.0, 50.0, 50.0])
+        table[:, banned] = torch.tensor([60.0, *[50.0] * 6])
     model = scripted_model(tiny_config(), by_position(causal), by_position(ahead))
     for sampling in ({}, {"do_sample": True, "temperature": 0.5, "seed": 3}):
         [tokens], _ = generate(model, [PROMPT], max_new_tokens=12, **options(mode, 5), **sampling)
         assert tokens == words
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("filler", ["pad_token_id", "bos_token_id"])
+def test_a_filler_that_is_an_end_token_ends_the_answer(mode: str, filler: str) -> None:
+    """Padding or bos that ends answers, by the config or by the request, is sampled like any end token."""
+    for config, request in (({filler: 9, "eos_token_id": 9}, {}), ({filler: 9}, {"eos_token_id": [END, 9]})):
+        model = speaker([20, 21, 22, 9, 23], **config)
+        [tokens], out = generate(model, [PROMPT], max_new_tokens=8, **request, **options(mode, 4))
+        assert tokens == [20, 21, 22, 9] and out.finish_reasons == ["stop"]
+
+
+def test_ids_that_no_decoder_may_emit() -> None:
+    config = {"mask_token_id": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    assert tiny_config(vision=False, **config).never_sampled_ids == [0, 1, 3]
+    assert tiny_config(**config).never_sampled_ids == [0, 1, 3, 4, 5, 6, 7]
+    assert tiny_config(vision=False, **config | {"eos_token_id": [0, 2]}).never_sampled_ids == [1, 3]
+    assert tiny_config(vision=False, **config | {"pad_token_id": None, "bos_token_id": 2}).never_sampled_ids == [3]
+    assert tiny_config(vision=False, **config | {"pad_token_id": -1, "bos_token_id": 64}).never_sampled_ids == [3]
+    assert tiny_config(vision=False, **config).banned_ids([1]) == [0, 3]
 
 
 # --- Greedy self-speculation equals greedy AR, token for token, in fp32, also with exact ties.
@@ -175,7 +195,7 @@ def test_exact_ties_of_real_weights() -> None:
         expected, _ = generate(model, rows, mode="ar", max_new_tokens=16)
         tokens, _ = generate(model, rows, mode="linear_spec", block_length=block_length, max_new_tokens=16)
         assert tokens == expected
-    assert Oracle(model, [END], [MASK]).ar(rows[0], 16).token_ids == expected[0]
+    assert Oracle(model, [END], model.config.never_sampled_ids).ar(rows[0], 16).token_ids == expected[0]
 
 
 def test_exact_ties_of_scripted_logits() -> None:

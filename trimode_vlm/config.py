@@ -6,6 +6,7 @@ Keys are those of the released checkpoints: the text model's numbers lie flat at
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -95,13 +96,23 @@ class TriModeConfig(PreTrainedConfig):
 
     @property
     def never_sampled_ids(self) -> list[int]:
-        """Ids that no decoder may emit: the mask token and the tokens that stand for images."""
+        """Ids that no decoder may emit: the mask, the tokens that stand for images, and padding and beginning."""
+        return self.banned_ids()
+
+    def banned_ids(self, end_token_ids: Collection[int] = ()) -> list[int]:
+        """`never_sampled_ids` where answers may end with `end_token_ids` beside the model's own end tokens.
+
+        In many models the pad or bos token is an end token too; then it may be sampled.
+        """
         images = (
             []
             if self.vision_config is None
             else [self.image_token_id, self.image_start_token_id, self.image_break_token_id, self.image_end_token_id]
         )
-        return sorted({i for i in [self.mask_token_id, *images] if i is not None and i < self.vocab_size})
+        own_ends = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
+        fillers = {self.pad_token_id, self.bos_token_id} - {*own_ends, *end_token_ids}
+        ids = {self.mask_token_id, *images, *fillers}
+        return sorted(i for i in ids if i is not None and 0 <= i < self.vocab_size)
 
 
 @strict

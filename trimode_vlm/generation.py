@@ -156,7 +156,8 @@ class Generation:
         kv, logits = prefill(model, [r.prompt for r in self.rows], self.cache_in, room)
         for row in self.rows:
             row.nfe_prefill = 1
-        banned = torch.tensor(model.config.never_sampled_ids, dtype=torch.long, device=logits.device)
+        banned_ids = model.config.banned_ids(config.end_token_ids)
+        banned = torch.tensor(banned_ids, dtype=torch.long, device=logits.device)
         self.state = state = DecodeState(
             model,
             kv,

@@ -139,7 +139,7 @@ def test_the_models_positions_bound_the_budget(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_mask_image_and_filler_ids_are_never_returned_even_when_likeliest(mode: str) -> None:
-    """Every position wants the mask most, then image tokens, padding and bos, then a word; drafts and verdicts alike."""
+    """Every position wants the mask most, then image tokens, padding, bos, then a word; drafts and verdicts alike."""
     words = [20 + i for i in range(12)]
     banned = [MASK, 4, 5, 6, 7, 0, 1]
     causal, ahead = says(words, shift=1), says(words)

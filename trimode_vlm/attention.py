@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .config import TriModeConfig
+from .dual_attention import dual_attention
 from .patterns import Pattern
 
 Implementation = Literal["sdpa", "flex", "dense"]
@@ -70,6 +71,9 @@ def attend(
     "dense" is the plain softmax reference, "sdpa" torch's fused kernels, "flex" FlexAttention (on CPU: forward only).
     """
     B, H, T, K = q_BHTK.shape
+    if implementation == "sdpa" and pattern.kind == "dual" and q_BHTK.device.type == "cuda":
+        # A mask of a long dual stream has T x T entries; FlexAttention skips what the pattern forbids.
+        implementation = "flex"
     if implementation == "flex":
         flex = _flex_attention(q_BHTK.device.type)
         out = flex(q_BHTK, k_BGSK, v_BGSK, block_mask=pattern.block_mask, enable_gqa=True)
@@ -82,6 +86,8 @@ def attend(
         out = folded.view(B, H, T, K)
     elif pattern.kind == "causal":
         out = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=True)
+    elif pattern.kind == "dual" and pattern.dual_plan is not None:
+        out = dual_attention(q_BHTK, k_BGSK, v_BGSK, pattern.dual_plan)
     else:
         out = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=pattern.attn_mask, enable_gqa=True)
     return out.transpose(1, 2).reshape(B, T, H * K)

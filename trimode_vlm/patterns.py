@@ -10,20 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .dual_attention import DualPlan
+
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Kind = Literal["full", "causal", "dual", "masked"]
+
+
+class DualMetadata(NamedTuple):
+    """What decides the dual-stream pattern, token by token; each tensor [B, T]. See `dual_stream`."""
+
+    position: Tensor
+    document: Tensor
+    block_start: Tensor
+    block_id: Tensor
+    is_noisy: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """A predicate with the shape it is used at.
 
-    `kind` is what a kernel may exploit: "full" (every query sees every key), "causal" (square and lower triangular)
-    or "masked" (evaluate the predicate). It never changes the result.
+    `kind` is what a kernel may exploit: "full" (every query sees every key), "causal" (square and lower triangular),
+    "dual" (see `dual_plan`) or "masked" (evaluate the predicate). It never changes the result.
     """
 
     predicate: Predicate
@@ -31,7 +45,8 @@ class Pattern:
     query_length: int
     key_length: int
     device: torch.device
-    kind: Literal["full", "causal", "masked"] = "masked"
+    kind: Kind = "masked"
+    metadata: DualMetadata | None = None
 
     @cached_property
     def attn_mask(self) -> Tensor:
@@ -52,6 +67,13 @@ class Pattern:
             self.predicate, self.batch, None, self.query_length, self.key_length, device=str(self.device)
         )
 
+    @cached_property
+    def dual_plan(self) -> DualPlan | None:
+        """How the CPU computes a dual stream without what it forbids, planned once; None: use the mask."""
+        from .dual_attention import make_plan
+
+        return None if self.metadata is None or self.device.type != "cpu" else make_plan(self.metadata)
+
 
 def causal(
     batch: int, query_length: int, device: torch.device, offset: int | Tensor = 0, key_valid: Tensor | None = None
@@ -66,7 +88,7 @@ def causal(
         key_length = offset + query_length
         full = query_length == 1 and key_valid is None
         square = offset == 0 and key_valid is None
-        kind: Literal["full", "causal", "masked"] = "full" if full else "causal" if square else "masked"
+        kind: Kind = "full" if full else "causal" if square else "masked"
         if key_valid is None:
 
             def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -112,7 +134,8 @@ def dual_stream(position: Tensor, document: Tensor, block_start: Tensor, block_i
         return same_document & (clean_to_clean | noisy_to_noisy | noisy_to_clean) | (q == k)
 
     batch, length = position.shape
-    return Pattern(predicate, batch, length, length, position.device)
+    metadata = DualMetadata(position, document, block_start, block_id, is_noisy)
+    return Pattern(predicate, batch, length, length, position.device, "dual", metadata)
 
 
 def quadratic(num_drafts: int, batch: int, device: torch.device, offset: int | Tensor = 0) -> Pattern:

@@ -1,16 +1,17 @@
-"""From encoded samples to padded micro-batches: corruption, dual-stream layout, buckets of similar length."""
+"""From encoded samples to padded micro-batches: corruption, dual-stream layout, packing, buckets of similar length."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trimode_vlm.training.corruption import corrupt, noise_generator
+from trimode_vlm import patterns
+from trimode_vlm.training.corruption import complement, corrupt, noise_generator
 from trimode_vlm.training.data import Encoded
 from trimode_vlm.training.dual_stream import (
     IGNORE,
@@ -18,6 +19,7 @@ from trimode_vlm.training.dual_stream import (
     DualStream,
     build_dual_stream,
     cut_blocks,
+    pack,
     sample_block_length,
 )
 from trimode_vlm.training.objective import Counts, count
@@ -26,7 +28,12 @@ from trimode_vlm.vision.images import pad_pixels
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseSettings:
-    """How a sample is cut into blocks and corrupted. `dual=False` leaves the noisy half out (alpha 0)."""
+    """How a sample is cut into blocks and corrupted. `dual=False` leaves the noisy half out (alpha 0).
+
+    block_alignment, block_offset: see `assign_blocks`. noisy_stream, complementary_masks: see `build_dual_stream`.
+    noise, eps, the fractions and mask_ratio: see `corrupt`. response_padding: "block" fills the last block of each
+    response in the noisy half with end tokens, "none" leaves it short.
+    """
 
     mask_token_id: int
     vision_token_ids: tuple[int, ...] = ()
@@ -34,10 +41,13 @@ class NoiseSettings:
     seed: int = 0
     dual: bool = True
     block_length: int | tuple[int, ...] = 32
+    block_alignment: str = "response"
     block_offset: str = "response"
     noisy_stream: str = "response"
     response_padding: str = "none"
+    complementary_masks: bool = False
     noise: str = "sequence"
+    mask_ratio: str = "drawn"
     eps: float = 1e-3
     full_block_fraction: float = 0.0
     clean_first_fraction: float = 0.0
@@ -47,7 +57,9 @@ class NoiseSettings:
 class Batch:
     """One micro-batch, right padded: tensors [B, T] as in DualStream; padding has document -1 and no target.
 
-    pixel_values [n, 3, Hmax, Wmax] and image_sizes [n, 2] (height, width) hold all rows' images in order, or None.
+    pixel_values [n, 3, Hmax, Wmax] and image_sizes [n, 2] (height, width) hold all rows' images in order, or None; an
+    image whose tokens stand in both halves (noisy_stream="all") is there twice. sequence numbers the samples.
+    is_plain: one document a row and no noisy token, so that plain causal attention is exact.
     """
 
     input_ids: Tensor
@@ -63,35 +75,55 @@ class Batch:
     pixel_values: Tensor | None
     image_sizes: Tensor | None
     sample_ids: tuple[int, ...]
+    is_plain: bool = False
 
     @property
     def counts(self) -> Counts:
         """Supervised, maskable and masked tokens and sequences of the batch."""
         return count(self.target, self.is_noisy, self.is_maskable, self.sequence)
 
-    def to(self, device: torch.device) -> Batch:
+    def pattern(self) -> patterns.Pattern:
+        """Which token attends to which."""
+        if self.is_plain:
+            # Right padding: no real token comes after a pad.
+            return patterns.causal(*self.input_ids.shape, device=self.input_ids.device)
+        return patterns.dual_stream(self.position, self.document, self.block_start, self.block_id, self.is_noisy)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Move every tensor to a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """Copy every tensor to memory from which a GPU can read; torch's DataLoader calls it."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
-        return Batch(**values)
+        return Batch(**{k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()})
 
 
 def lay_out(sample: Encoded, noise: NoiseSettings) -> DualStream:
-    """Corrupt one sample and build its dual-stream row; a function of (noise.seed, epoch, sample id) only."""
+    """Corrupt one sample and build its dual-stream row; a function of (noise.seed, epoch, sample id) only.
+
+    Raises:
+        ValueError: an image token is to be trained, or an option has no such value.
+    """
     input_ids = torch.tensor(sample.input_ids, dtype=torch.long)
     loss_mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
-    if not noise.dual:
-        return build_dual_stream(input_ids, loss_mask)
     is_vision = torch.isin(input_ids, torch.tensor(noise.vision_token_ids, dtype=torch.long))
     if bool((loss_mask & is_vision).any()):
         raise ValueError(f"sample {sample.sample_id}: an image token lies inside a supervised span")
+    if not noise.dual:
+        return build_dual_stream(input_ids, loss_mask)
     if noise.response_padding not in RESPONSE_PADDINGS:
         raise ValueError(f"response_padding must be one of {RESPONSE_PADDINGS}, got {noise.response_padding!r}")
     generator = noise_generator(noise.seed, sample.epoch, sample.sample_id, "blocks")
     block_length = sample_block_length(noise.block_length, generator)
     padding_id = noise.end_token_id if noise.response_padding == "block" else None
-    blocks = cut_blocks(input_ids, loss_mask, block_length, noise.block_offset, generator, padding_id)
-    noisy_input_ids, noise_mask, p_mask = corrupt(
+    blocks = cut_blocks(
+        input_ids, loss_mask, block_length, noise.block_offset, generator, padding_id, noise.block_alignment
+    )
+    first = corrupt(
         blocks.token_ids,
         blocks.loss_mask,
         noise_generator(noise.seed, sample.epoch, sample.sample_id),
@@ -101,14 +133,16 @@ def lay_out(sample: Encoded, noise: NoiseSettings) -> DualStream:
         blocks.block_id,
         noise.full_block_fraction,
         noise.clean_first_fraction,
+        complementary_masks=noise.complementary_masks,
+        mask_ratio=noise.mask_ratio,
     )
+    second = complement(blocks.token_ids, first, noise.mask_token_id) if noise.complementary_masks else None
     return build_dual_stream(
         input_ids,
         loss_mask,
         blocks,
-        noisy_input_ids,
-        noise_mask,
-        p_mask,
+        *first,
+        complement=second,
         is_vision=is_vision,
         noisy_stream=noise.noisy_stream,
         block_length=block_length,
@@ -116,8 +150,11 @@ def lay_out(sample: Encoded, noise: NoiseSettings) -> DualStream:
 
 
 def collate(samples: Sequence[Encoded], rows: Sequence[DualStream], pad_token_id: int = 0) -> Batch:
-    """Pad rows [T_i] to a batch [B, T] and stack the images of all samples, in order, with zero padding."""
-    images = [image for sample in samples for image in sample.images]
+    """Pad rows [T_i] to a batch [B, T] and stack the images of all samples, in order, with zero padding.
+
+    samples: those of the first row in the order of its documents, then those of the second, and so on.
+    """
+    images = [image for sample in samples for image in sample.images * rows[0].image_copies]
     pixel_values = image_sizes = None
     if images:
         image_sizes = torch.tensor([image.shape[-2:] for image in images])
@@ -126,7 +163,7 @@ def collate(samples: Sequence[Encoded], rows: Sequence[DualStream], pad_token_id
     def padded(name: str, value: float) -> Tensor:
         return pad_sequence([getattr(row, name) for row in rows], batch_first=True, padding_value=value)
 
-    document = padded("document", -1)
+    document, is_noisy = padded("document", -1), padded("is_noisy", False)
     row_number = torch.arange(len(rows))[:, None]
     num_documents = int(document.max()) + 1
     return Batch(
@@ -135,7 +172,7 @@ def collate(samples: Sequence[Encoded], rows: Sequence[DualStream], pad_token_id
         document=document,
         block_start=padded("block_start", -1),
         block_id=padded("block_id", -1),
-        is_noisy=padded("is_noisy", False),
+        is_noisy=is_noisy,
         is_maskable=padded("is_maskable", False),
         target=padded("target", IGNORE),
         p_mask=padded("p_mask", 1.0),
@@ -143,7 +180,18 @@ def collate(samples: Sequence[Encoded], rows: Sequence[DualStream], pad_token_id
         pixel_values=pixel_values,
         image_sizes=image_sizes,
         sample_ids=tuple(sample.sample_id for sample in samples),
+        is_plain=num_documents == 1 and not bool(is_noisy.any()),
     )
+
+
+def dummy_batch(pad_token_id: int = 0) -> Batch:
+    """One row of two tokens without a target, for a rank that has fewer micro-batches than others: losses 0, counts 0.
+
+    Its forward and backward pass run the same modules as any other's, which DDP and ZeRO need.
+    """
+    nothing = Encoded(sample_id=-1, input_ids=[pad_token_id] * 2, loss_mask=[False] * 2)
+    row = build_dual_stream(torch.tensor(nothing.input_ids), torch.tensor(nothing.loss_mask))
+    return replace(collate([nothing], [row], pad_token_id), sample_ids=())
 
 
 def micro_batches(
@@ -152,22 +200,55 @@ def micro_batches(
     micro_batch_tokens: int | None = None,
     micro_batch_samples: int | None = None,
     pad_token_id: int = 0,
+    packing_length: int | None = None,
 ) -> list[Batch]:
     """Cut one rank's samples of a step into micro-batches: by padded tokens (sorted by length) or by samples.
 
     A sample longer than micro_batch_tokens gets a micro-batch of its own.
+
+    packing_length: join samples into rows of at most so many tokens of both streams (first fit, longest first); a
+    longer sample gets a row of its own. Then rows are what a micro-batch is filled with. The losses stay the same.
     """
-    rows = [lay_out(sample, noise) for sample in samples]
-    order = list(range(len(samples)))
+    single = [lay_out(sample, noise) for sample in samples]
+    members = [[index] for index in range(len(samples))]
+    if packing_length is not None:
+        members = first_fit([_length(row) for row in single], packing_length)
+    rows = [pack([single[i] for i in row]) if len(row) > 1 else single[row[0]] for row in members]
+    batches = []
+    for group in _groups([_length(row) for row in rows], micro_batch_tokens, micro_batch_samples):
+        documents = [samples[i] for number in group for i in members[number]]
+        batches.append(collate(documents, [rows[number] for number in group], pad_token_id))
+    return batches
+
+
+def first_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Put items into as few groups of at most `limit` in all as first fit, longest first, gives; their indices."""
     groups: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = next((number for number, free in enumerate(room) if lengths[index] <= free), len(groups))
+        if place == len(groups):
+            groups.append([])
+            room.append(limit)
+        groups[place].append(index)
+        room[place] -= lengths[index]
+    return groups
+
+
+def _groups(lengths: list[int], micro_batch_tokens: int | None, micro_batch_samples: int | None) -> list[list[int]]:
+    """Indices of the rows of each micro-batch."""
+    order = list(range(len(lengths)))
     if micro_batch_tokens is None:
-        size = micro_batch_samples or len(samples)
-        groups = [order[start : start + size] for start in range(0, len(order), size)]
-    else:
-        order.sort(key=lambda i: -rows[i].input_ids.shape[0])
-        for index in order:
-            longest = rows[groups[-1][0]].input_ids.shape[0] if groups else 0
-            if not groups or (len(groups[-1]) + 1) * longest > micro_batch_tokens:
-                groups.append([])
-            groups[-1].append(index)
-    return [collate([samples[i] for i in group], [rows[i] for i in group], pad_token_id) for group in groups]
+        size = micro_batch_samples or max(len(lengths), 1)
+        return [order[start : start + size] for start in range(0, len(order), size)]
+    order.sort(key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    for index in order:
+        if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > micro_batch_tokens:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
+def _length(row: DualStream) -> int:
+    return row.input_ids.shape[0]

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trimode_vlm.training.blocks import (
+    BLOCK_ALIGNMENTS,
+    BLOCK_OFFSETS,
+    RESPONSE_PADDINGS,
+    Blocks,
+    assign_blocks,
+    block_length_at,
+    cut_blocks,
+    response_runs,
+    sample_block_length,
+)
+from trimode_vlm.training.corruption import Corruption
+
+__all__ = [
+    "BLOCK_ALIGNMENTS", "BLOCK_OFFSETS", "IGNORE", "NOISY_STREAMS", "RESPONSE_PADDINGS", "Blocks", "DualStream",
+    "assign_blocks", "block_length_at", "build_dual_stream", "cut_blocks", "pack", "response_runs",
+    "sample_block_length",
+]  # fmt: skip
+
 IGNORE = -100
-NOISY_STREAMS = ("response", "text")
-BLOCK_OFFSETS = ("response", "random")
-RESPONSE_PADDINGS = ("none", "block")
+NOISY_STREAMS = ("response", "text", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +38,11 @@ class DualStream:
 
     position: the token's place in its clean document, kept by noisy tokens (so gaps appear where images were).
     block_start: position of the first token of the block (noisy) or the token's own position (clean).
-    block_id: number of the block within its document (noisy), -1 (clean).
+    block_id: number of the block within its document (noisy), -1 (clean). The tokens of a block stand side by side.
     source: index of the token in the clean half (-1: padding behind a response). is_maskable: True for the noisy
     tokens that noise may mask, answer tokens and padding. p_mask: masking probability of a token that may be masked
     in this draw, else 1. target: the next token for a clean token, the own token for a masked one, IGNORE elsewhere.
+    image_copies: how often the tokens of each image stand in the row.
     """
 
     input_ids: Tensor
@@ -36,109 +55,13 @@ class DualStream:
     is_maskable: Tensor
     target: Tensor
     p_mask: Tensor
+    image_copies: int = 1
 
 
-def response_runs(loss_mask: Tensor) -> list[tuple[int, int]]:
-    """Return the (start, end) of each contiguous run of True in loss_mask [T], that is of each response."""
-    edges = torch.diff(loss_mask.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int())
-    return list(zip(torch.where(edges == 1)[0].tolist(), torch.where(edges == -1)[0].tolist(), strict=True))
-
-
-def sample_block_length(block_length: int | Sequence[int], generator: torch.Generator | None = None) -> int:
-    """One of several block lengths, drawn uniformly; a single one takes no random number."""
-    lengths = [block_length] if isinstance(block_length, int) else list(block_length)
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"block_length must be at least 1, got {block_length}")
-    if len(lengths) == 1:
-        return lengths[0]
-    if generator is None:
-        raise ValueError("a generator is needed for several block lengths")
-    return lengths[int(torch.randint(len(lengths), (), generator=generator))]
-
-
-def assign_blocks(
-    loss_mask: Tensor,
-    block_length: int | Sequence[int],
-    block_offset: str = "response",
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Cut each response into blocks: loss_mask [T] -> (block_id [T], block_start [T]), -1 outside responses.
-
-    Blocks count from the first token of each response and never cross its end. block_offset="random" shortens the first
-    block of each response to 1..block_length tokens, so that drafts which start anywhere are trained for. A list of
-    block lengths is sampled once per sample.
-    """
-    if block_offset not in BLOCK_OFFSETS:
-        raise ValueError(f"block_offset must be one of {BLOCK_OFFSETS}, got {block_offset!r}")
-    if generator is None and block_offset == "random":
-        raise ValueError("a generator is needed for block_offset='random'")
-    length = sample_block_length(block_length, generator)
-    block_id = torch.full(loss_mask.shape, -1, dtype=torch.long)
-    block_start = torch.full(loss_mask.shape, -1, dtype=torch.long)
-    next_block = 0
-    for start, end in response_runs(loss_mask):
-        shift = int(torch.randint(length, (), generator=generator)) if block_offset == "random" else 0
-        local_block = (torch.arange(end - start) + shift) // length
-        block_id[start:end] = next_block + local_block
-        block_start[start:end] = start + (local_block * length - shift).clamp(min=0)
-        next_block += int(local_block[-1]) + 1
-    return block_id, block_start
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """The tokens that a noisy half is cut from, [T'] each: the sample's own, and padding behind its responses.
-
-    token_ids: what a masked position is to be; loss_mask: True where a token may be masked; position: its place in the
-    clean sequence, or where it would stand there (padding); block_id and block_start: see DualStream, -1 outside.
-    source: index of the token in the clean half, -1 for padding.
-    """
-
-    token_ids: Tensor
-    loss_mask: Tensor
-    position: Tensor
-    block_id: Tensor
-    block_start: Tensor
-    source: Tensor
-
-
-def cut_blocks(
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    block_length: int,
-    block_offset: str = "response",
-    generator: torch.Generator | None = None,
-    padding_id: int | None = None,
-) -> Blocks:
-    """Blocks of a sample (see assign_blocks); with a padding id, the last block of every response is filled up with it.
-
-    A decoder always denoises whole blocks, so the positions behind an answer's end are masks there too. Padding (with
-    the end token) teaches them; it stands in the noisy half only, and the AR loss keeps its one end token.
-    """
-    block_id, block_start = assign_blocks(loss_mask, block_length, block_offset, generator)
-    position = torch.arange(input_ids.shape[0])
-    if padding_id is None:
-        return Blocks(token_ids=input_ids, loss_mask=loss_mask, position=position, block_id=block_id,
-                      block_start=block_start, source=position)  # fmt: skip
-    index, places, padded = [], [], []
-    done = 0
-    for _, end in response_runs(loss_mask):
-        missing = block_length - (end - int(block_start[end - 1]))
-        # A block shortened by a random offset is still followed by masks up to a whole block when it is the last one.
-        index += [torch.arange(done, end), torch.full((missing,), end - 1)]
-        places += [torch.arange(done, end), torch.arange(end, end + missing)]
-        padded += [torch.zeros(end - done, dtype=torch.bool), torch.ones(missing, dtype=torch.bool)]
-        done = end
-    rest = torch.arange(done, input_ids.shape[0])
-    take, is_padding = torch.cat([*index, rest]), torch.cat([*padded, torch.zeros(len(rest), dtype=torch.bool)])
-    return Blocks(
-        token_ids=torch.where(is_padding, padding_id, input_ids[take]),
-        loss_mask=loss_mask[take],
-        position=torch.cat([*places, rest]),
-        block_id=block_id[take],
-        block_start=block_start[take],
-        source=torch.where(is_padding, -1, take),
-    )
+TOKEN_FIELDS = (
+    "input_ids", "position", "document", "block_start", "block_id", "is_noisy", "source", "is_maskable", "target",
+    "p_mask",
+)  # fmt: skip
 
 
 def build_dual_stream(
@@ -149,6 +72,7 @@ def build_dual_stream(
     noise_mask: Tensor | None = None,
     p_mask: Tensor | None = None,
     *,
+    complement: Corruption | None = None,
     is_vision: Tensor | None = None,
     noisy_stream: str = "response",
     block_length: int = 32,
@@ -159,52 +83,87 @@ def build_dual_stream(
     input_ids, loss_mask: [T]. noisy_input_ids, noise_mask, p_mask: [T'], the corruption of blocks.token_ids.
 
     noisy_stream="response": the noisy half holds the response tokens, L_resp + L in all. "text": every token that is no
-    vision token (the paper's L_text + L); prompt tokens stand there unmasked, in blocks of block_length that end
-    with their segment, and give the same losses because no response block sees them.
+    vision token (the paper's L_text + L). "all": every token, the symmetric 2 L. Prompt and vision tokens stand there
+    unmasked, in blocks of block_length that end with their segment, and give the same losses because no response
+    block sees them.
+    complement: the corruption with the complementary mask; it gives a second noisy half of response tokens, with blocks
+    of its own, before the same clean half: [noisy | complement | clean], so the AR loss is there once.
     """
     if noisy_stream not in NOISY_STREAMS:
         raise ValueError(f"noisy_stream must be one of {NOISY_STREAMS}, got {noisy_stream!r}")
-    num_tokens = input_ids.shape[0]
-    position = torch.arange(num_tokens)
-    # The shift happens here and nowhere else: the clean token before a supervised token carries it as its target.
-    next_target = torch.full_like(input_ids, IGNORE)
-    next_target[:-1] = torch.where(loss_mask[1:], input_ids[1:], IGNORE)
-    ones, minus, no = torch.ones(num_tokens), torch.full_like(input_ids, -1), torch.zeros_like(loss_mask)
-    clean = (input_ids, position, position, minus, no, no, next_target, ones)
+    clean = _clean_half(input_ids, loss_mask, document)
     if blocks is None:
-        return _row([clean], [position], document)
+        return clean
     assert noisy_input_ids is not None and noise_mask is not None and p_mask is not None
-    keep, block_id, block_start = blocks.loss_mask, blocks.block_id, blocks.block_start
-    if noisy_stream == "text":
-        # A padding token is no vision token; its source stands for the last token of its response.
-        is_text = torch.ones_like(loss_mask) if is_vision is None else ~is_vision
-        keep = is_text[blocks.source] | blocks.loss_mask
-        prompt_id, prompt_start = assign_blocks(is_text & ~loss_mask, block_length)
-        first_free = int(block_id.max()) + 1
-        block_id = torch.where(blocks.loss_mask, block_id, prompt_id[blocks.source] + first_free)
-        block_start = torch.where(blocks.loss_mask, block_start, prompt_start[blocks.source])
-    own_target = torch.where(noise_mask, blocks.token_ids, IGNORE)
-    yes = torch.ones_like(keep)
-    noisy = (noisy_input_ids, blocks.position, block_start, block_id, yes, blocks.loss_mask, own_target, p_mask)
-    return _row([tuple(part[keep] for part in noisy), clean], [blocks.source[keep], position], document)
+    first = Corruption(noisy_input_ids, noise_mask, p_mask)
+    keep = blocks.loss_mask
+    if noisy_stream != "response":
+        in_prompt = ~loss_mask if noisy_stream == "all" or is_vision is None else ~loss_mask & ~is_vision
+        blocks, keep = _with_prompt(blocks, in_prompt, block_length)
+    halves = [_noisy_half(blocks, first, keep, blocks.loss_mask, document)]
+    if complement is not None:
+        may_mask = p_mask < 1
+        # Blocks whose tokens are all masked in the first copy have nothing left to learn from.
+        has_maskable = torch.bincount(blocks.block_id[may_mask], minlength=int(blocks.block_id.max()) + 2) > 0
+        keep = blocks.loss_mask & has_maskable[blocks.block_id]
+        blocks = replace(blocks, block_id=blocks.block_id + len(has_maskable))
+        halves.append(_noisy_half(blocks, complement, keep, may_mask, document))
+    return _join([*halves, clean], image_copies=2 if noisy_stream == "all" else 1)
 
 
-def _row(halves: list[tuple[Tensor, ...]], sources: list[Tensor], document: int) -> DualStream:
-    ids, position, block_start, block_id, is_noisy, is_maskable, target, p_mask = (
-        torch.cat(parts) for parts in zip(*halves, strict=True)
+def _clean_half(input_ids: Tensor, loss_mask: Tensor, document: int) -> DualStream:
+    # The shift happens here and nowhere else: the clean token before a supervised token carries it as its target.
+    target = torch.full_like(input_ids, IGNORE)
+    target[:-1] = torch.where(loss_mask[1:], input_ids[1:], IGNORE)
+    position, no = torch.arange(input_ids.shape[0]), torch.zeros_like(loss_mask)
+    return DualStream(
+        input_ids=input_ids,
+        position=position,
+        document=torch.full_like(input_ids, document),
+        block_start=position,
+        block_id=torch.full_like(input_ids, -1),
+        is_noisy=no,
+        source=position,
+        is_maskable=no,
+        target=target,
+        p_mask=torch.ones(input_ids.shape[0]),
     )
+
+
+def _noisy_half(blocks: Blocks, corruption: Corruption, keep: Tensor, is_maskable: Tensor, document: int) -> DualStream:
+    """The tokens of `keep` [T'] with their noise; a masked one has its own token as its target."""
+    target = torch.where(corruption.noise_mask, blocks.token_ids, IGNORE)
+    ids = corruption.noisy_input_ids[keep]
     return DualStream(
         input_ids=ids,
-        position=position,
+        position=blocks.position[keep],
         document=torch.full_like(ids, document),
-        block_start=block_start,
-        block_id=block_id,
-        is_noisy=is_noisy,
-        source=torch.cat(sources),
-        is_maskable=is_maskable,
-        target=target,
-        p_mask=p_mask,
+        block_start=blocks.block_start[keep],
+        block_id=blocks.block_id[keep],
+        is_noisy=torch.ones_like(ids, dtype=torch.bool),
+        source=blocks.source[keep],
+        is_maskable=is_maskable[keep],
+        target=target[keep],
+        p_mask=corruption.p_mask[keep],
     )
+
+
+def _with_prompt(blocks: Blocks, in_prompt: Tensor, block_length: int) -> tuple[Blocks, Tensor]:
+    """Give the prompt tokens of in_prompt [T] blocks of their own; also return which tokens [T'] now have a block."""
+    prompt_id, prompt_start = assign_blocks(in_prompt, block_length)
+    first_free = int(blocks.block_id.max()) + 1
+    is_response = blocks.loss_mask  # true for padding, whose source leads nowhere
+    with_prompt = replace(
+        blocks,
+        block_id=torch.where(is_response, blocks.block_id, prompt_id[blocks.source] + first_free),
+        block_start=torch.where(is_response, blocks.block_start, prompt_start[blocks.source]),
+    )
+    return with_prompt, is_response | in_prompt[blocks.source]
+
+
+def _join(rows: Sequence[DualStream], **replaced: Any) -> DualStream:
+    joined = {name: torch.cat([getattr(row, name) for row in rows]) for name in TOKEN_FIELDS if name not in replaced}
+    return DualStream(**joined, **replaced)
 
 
 def pack(rows: Sequence[DualStream]) -> DualStream:
@@ -214,6 +173,5 @@ def pack(rows: Sequence[DualStream]) -> DualStream:
         documents.append(torch.full_like(row.document, number))
         sources.append(torch.where(row.source >= 0, row.source + num_clean, -1))
         num_clean += int((~row.is_noisy).sum())
-    names = ("input_ids", "position", "block_start", "block_id", "is_noisy", "is_maskable", "target", "p_mask")
-    joined = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
-    return DualStream(document=torch.cat(documents), source=torch.cat(sources), **joined)
+    (image_copies,) = {row.image_copies for row in rows}
+    return _join(rows, document=torch.cat(documents), source=torch.cat(sources), image_copies=image_copies)

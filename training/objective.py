@@ -21,7 +21,8 @@ class Counts:
     """What a batch holds, known before any forward, so that ranks can agree on the denominators first.
 
     num_supervised: answer tokens, the targets of the AR loss. num_maskable: positions of the noisy half that the noise
-    may mask, answer tokens and the padding behind them. num_masked: those that it did mask.
+    may mask, answer tokens and the padding behind them; with complementary masks those of both copies. num_masked:
+    those that it did mask.
     """
 
     num_supervised: float = 0.0
@@ -72,7 +73,8 @@ def tri_mode_terms(
 ) -> Terms:
     """Compute the summed losses of one micro-batch from the last hidden states; head maps [n, D] to logits [n, V].
 
-    sequence_BT numbers the samples of the micro-batch (for averaging="sequence" and its count). Facts.md 1.
+    sequence_BT numbers the samples of the micro-batch (for averaging="sequence" and its count). A micro-batch without
+    targets gives zeros that depend on every module that another micro-batch would use.
     """
     if averaging not in AVERAGINGS:
         raise ValueError(f"averaging must be one of {AVERAGINGS}, got {averaging!r}")
@@ -80,6 +82,8 @@ def tri_mode_terms(
         raise ValueError(f"weight must be one of {WEIGHTS}, got {weight!r}")
     # 1. Only labelled positions reach the head. The shift is already in the targets (dual_stream).
     labelled_BT = target_BT != IGNORE
+    # Without any, one unlabelled position goes through the head and counts nothing: ranks must run the same modules.
+    labelled_BT[0, 0] |= ~labelled_BT.any()
     hidden, target, is_noisy = hidden_BTD[labelled_BT], target_BT[labelled_BT], is_noisy_BT[labelled_BT]
     # 2. AR tokens weigh 1; masked ones 1/p, which makes the masked sum an unbiased estimate over all maskable tokens.
     token_weight = torch.ones_like(p_mask_BT[labelled_BT])
@@ -109,7 +113,8 @@ def combine(ar_sum: Tensor, diff_sum: Tensor, counts: Counts, *, alpha: float, a
 def denominators(counts: Counts, averaging: str = "tokens") -> tuple[float, float]:
     """What the sums of the AR and of the diffusion term are divided by, at least 1 each.
 
-    tokens: supervised tokens; maskable tokens, which with weight 1/p estimates the mean over them without bias.
+    tokens: supervised tokens; maskable tokens, which with weight 1/p estimates the mean over them without bias, also
+    with complementary masks: two unbiased sums over the maskable tokens of two copies, the second weighted 1/(1-p).
     masked: each term's own labelled tokens. pooled: both by supervised + masked. sequence: the number of sequences.
     """
     if averaging not in AVERAGINGS:
@@ -138,11 +143,12 @@ def _weighted_cross_entropy(
         logits = head(h)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        losses = F.cross_entropy(logits, y, reduction="none") * w
+        losses = F.cross_entropy(logits, y, reduction="none", ignore_index=IGNORE) * w
         hits = (logits.detach().argmax(-1) == y).float()
         return losses.new_zeros(2).index_add(0, k, losses), hits.new_zeros(2).index_add(0, k, hits)
 
-    loss, correct = hidden.new_zeros(2, dtype=torch.float32), hidden.new_zeros(2, dtype=torch.float32)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    loss, correct = hidden.new_zeros(2, dtype=dtype), hidden.new_zeros(2, dtype=torch.float32)
     for start in range(0, target.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
         chunk = (hidden[part], target[part], token_weight[part], term[part])

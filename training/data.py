@@ -33,9 +33,8 @@ class Encoded:
 
     def __post_init__(self) -> None:
         if len(self.input_ids) != len(self.loss_mask):
-            raise ValueError(
-                f"{self.name or f'sample {self.sample_id}'}: {len(self.input_ids)} input_ids but {len(self.loss_mask)} loss_mask entries"
-            )
+            name = self.name or f"sample {self.sample_id}"
+            raise ValueError(f"{name}: {len(self.input_ids)} input_ids but {len(self.loss_mask)} loss_mask entries")
 
 
 class Source(Protocol):

@@ -32,6 +32,7 @@ _ORIENTATIONS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_SIDEWAYS = (5, 6, 7, 8)
 
 
 def open_image(source: Any, *, max_pixels: int | None = DEFAULT_MAX_PIXELS, name: str | None = None) -> Image.Image:
@@ -61,6 +62,29 @@ def open_image(source: Any, *, max_pixels: int | None = DEFAULT_MAX_PIXELS, name
     finally:
         if owned:
             opened.close()
+
+
+def image_size(source: Any, *, max_pixels: int | None = DEFAULT_MAX_PIXELS, name: str | None = None) -> tuple[int, int]:
+    """Return the (height, width) that `open_image` would give, from the file's header alone.
+
+    Raises:
+        ValueError: as `open_image`, except for pixels that are missing or damaged: those are not read.
+    """
+    name = name or _describe(source)
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, (np.ndarray, torch.Tensor)):
+        opened = open_image(source, max_pixels=max_pixels, name=name)
+        return opened.height, opened.width
+    image = source if isinstance(source, Image.Image) else _open_encoded(source, name)
+    try:
+        _check_pixels(image.size, max_pixels, name)
+        width, height = image.size
+        # Pillow turns TIFFs itself, and gives the turned size from the start.
+        return (width, height) if _orientation(image) in _SIDEWAYS and image.format != "TIFF" else (height, width)
+    finally:
+        if image is not source:
+            image.close()
 
 
 def resized_size(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,43 @@ def test_ministral_processor_there_and_back(ministral_folder: Path, tmp_path: Pa
     again = back(text="w30 [IMG] w31", images=[picture(60, 60)])
     assert again["input_ids"].tolist() == inputs["input_ids"].tolist()
     assert back.chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+def test_a_damaged_chat_template_is_named(ministral_folder: Path, tmp_path: Path, name: str) -> None:
+    """When the folder is loaded, not at the first question, and whatever file it lies in."""
+    folder = Path(shutil.copytree(ministral_folder, tmp_path / "copy"))
+    for text, words in (
+        ("{% for message in messages %}\n{{ message['content'] }", "no valid Jinja, line 2: "),
+        ("{{ messages | backwards }}", "no valid Jinja, line 1: No filter named 'backwards'"),
+    ):
+        settings = json.loads((folder / name).read_text()) if name == "tokenizer_config.json" else {}
+        written = text if name.endswith(".jinja") else json.dumps(settings | {"chat_template": text})
+        (folder / name).write_text(written)
+        for read in (lambda: load(folder), lambda: convert(folder, tmp_path / "made")):
+            with pytest.raises(ValueError, match=words) as caught:
+                read()
+            assert str(folder / name) in str(caught.value) and "\n" not in str(caught.value)
+    if name == "chat_template.jinja":
+        (folder / name).write_bytes(b"\xff\xfe")
+        with pytest.raises(ValueError, match="this is no text"):
+            load(folder)
+        (folder / name).write_text("{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}")
+        load(folder)
+
+
+def test_a_damaged_template_among_several(ministral_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ministral_folder, tmp_path / "copy"))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").write_text("{% if %}")
+    with pytest.raises(ValueError, match=r"tool\.jinja: the chat template is no valid Jinja"):
+        load(folder)
+    shutil.rmtree(folder / "additional_chat_templates")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for templates in ([{"name": "default", "template": "{{"}], [{"name": "default", "template": 5}]):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": templates}))
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json: the chat template"):
+            load(folder)
 
 
 CONTENT = [{"type": "image", "image": picture(60, 40)}, {"type": "text", "text": " w30"}]

@@ -329,8 +329,12 @@ def test_refused_files(llama_copy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json"]
-)
+    "name",
+    [
+        "config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json",
+        "model.safetensors.index.json",
+    ],
+)  # fmt: skip
 def test_a_damaged_json_file_is_named(llama_copy: Path, name: str) -> None:
     for text, words in (('{"a": ', "no JSON"), ("[1]", "must hold a JSON object, found a list"), ("\xff", "no JSON")):
         (llama_copy / name).write_bytes(text.encode("latin-1"))
@@ -338,6 +342,15 @@ def test_a_damaged_json_file_is_named(llama_copy: Path, name: str) -> None:
             with pytest.raises(ValueError, match=words) as caught:
                 read()
             assert str(llama_copy / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": null}'])
+def test_an_index_without_a_weight_map(llama_copy: Path, text: str) -> None:
+    path = llama_copy / "model.safetensors.index.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="has no weight_map from tensors to files") as caught:
+        load(llama_copy)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,3 +294,15 @@ def test_peft_lora_on_o_proj(mistral3_folder: Path, tmp_path: Path) -> None:
         load(base, adapter=lora)
     assert "encoder.layers.1.self_attn.o_proj: lora_A or lora_B is missing" in str(caught.value)
     assert "encoder.layers.7.self_attn.o_proj: no such layer" in str(caught.value)
+
+    config = json.loads((lora / "adapter_config.json").read_text())
+    for text, words in (
+        ('{"r": ', "this is no JSON"),
+        ("[]", "must hold a JSON object"),
+        (json.dumps(config | {"r": None}), "r and lora_alpha must be numbers, found None"),
+        (json.dumps(config | {"lora_alpha": "4"}), "must be numbers, found 4, '4'"),
+    ):
+        (lora / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=words) as caught:
+            load(base, adapter=lora)
+        assert str(lora / "adapter_config.json") in str(caught.value) and "\n" not in str(caught.value)

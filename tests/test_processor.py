@@ -346,6 +346,27 @@ def test_prompts_are_truncated_only_in_text(chatml: TriModeProcessor) -> None:
     assert left == ids_of(chatml, [user("a long question")])[-5:]
 
 
+@pytest.mark.parametrize("kind", ["chatml", "mistral"])
+@pytest.mark.parametrize("ending", ["prompt", "answer"])
+def test_truncation_keeps_the_end_to_go_on_from(request: pytest.FixtureRequest, kind: str, ending: str) -> None:
+    """Cut at the right, a prompt would lose the answer's header or its begun text: refused; at the left they stay."""
+    processor = request.getfixturevalue(kind)
+    chat = [user("a question of some length")]
+    options: dict[str, Any] = {"add_generation_prompt": True}
+    if ending == "answer":
+        chat, options = [*chat, says("It begins with")], {"continue_final_message": True}
+    whole = ids_of(processor, chat, **options)
+    options["truncation"] = True
+    limit = len(whole) - 1
+    for cut in (limit, 3):
+        words = f"max_length = {cut} would cut the end of a prompt of {len(whole)} tokens"
+        with pytest.raises(ValueError, match=words):
+            ids_of(processor, chat, max_length=cut, **options)
+    assert ids_of(processor, chat, max_length=limit, truncation_side="left", **options) == whole[1:]
+    assert ids_of(processor, chat, max_length=len(whole), **options) == whole
+    assert ids_of(processor, chat[:1], truncation=True, max_length=3) == ids_of(processor, chat[:1])[:3]
+
+
 # --- conventions --------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +492,12 @@ def test_bad_messages(chatml: TriModeProcessor, messages: Any, reason: str) -> N
 def test_the_templates_own_refusal(mistral: TriModeProcessor) -> None:
     with pytest.raises(ValueError, match="refuses these messages: no such role here"):
         mistral.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ messages | backwards }}", "{{ messages"])
+def test_a_template_that_is_no_jinja(chatml: TriModeProcessor, template: str) -> None:
+    with pytest.raises(ValueError, match="the chat template is no valid Jinja, line 1: "):
+        chatml.apply_chat_template([user("x")], chat_template=template)
 
 
 def test_counts_are_in_the_errors(chatml: TriModeProcessor) -> None:

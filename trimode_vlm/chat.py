@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trimode_vlm.chat_messages import Message, adapt_content, check_messages, text_of
 from trimode_vlm.control_tokens import ControlEncoder, Shield, Span
@@ -119,14 +123,41 @@ class Chat:
         return think.start(), "" if own_thinking else think.group()
 
 
+class _GenerationBlock(Extension):
+    """transformers' `{% generation %} ... {% endgeneration %}`, as far as it must be known to read a template."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def check_template(source: Any) -> None:
+    """Raise ValueError for a chat template that is no valid Jinja; nothing is rendered."""
+    if not isinstance(source, str):
+        raise ValueError(f"the chat template must be text, found {type(source).__name__}")
+    try:
+        # Without the optimizer, which would evaluate constant expressions of a stranger's template.
+        extensions = [_GenerationBlock, "jinja2.ext.loopcontrols"]
+        ImmutableSandboxedEnvironment(extensions=extensions, optimized=False).compile(source)
+    except TemplateSyntaxError as error:
+        reason = " ".join(str(error.message).split())
+        raise ValueError(f"the chat template is no valid Jinja, line {error.lineno}: {reason}") from error
+
+
 class ChatTemplate:
     """A chat template and the tokenizer that renders it.
 
     Attributes:
         takes: whether it reads message content as a list of parts, and whether it reads content as text.
+
+    Raises:
+        ValueError: the template is no valid Jinja.
     """
 
     def __init__(self, source: str, tokenizer: Any) -> None:
+        check_template(source)
         self.source = source
         self._tokenizer = tokenizer
         self.takes = self._reads([{"type": "text", "text": "PROBE"}]), self._reads("PROBE")

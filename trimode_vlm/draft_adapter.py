@@ -6,13 +6,13 @@ Source of the layout: facts about the released `linear_spec_lora/` folders, keys
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 
+from .json_files import read_json
 from .weight_files import PICKLE_PATTERNS, StoredTensor, is_match, read, scan_file
 
 ADAPTER_FOLDER = "linear_spec_lora"
@@ -50,7 +50,7 @@ def read_adapter(folder: Path, model: nn.Module) -> DraftAdapter:
     Raises:
         ValueError: not a plain LoRA, pickled weights, or factors that match no layer or do not fit it (all listed).
     """
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "adapter_config.json")
     if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("bias", "none") != "none":
         raise ValueError(f"{folder}: only plain LoRA without DoRA and biases can be a draft adapter")
     for option in ("rank_pattern", "alpha_pattern", "modules_to_save"):
@@ -60,12 +60,14 @@ def read_adapter(folder: Path, model: nn.Module) -> DraftAdapter:
     if not path.is_file():
         hint = "; pickled adapters are never opened" if is_match(folder, PICKLE_PATTERNS) else ""
         raise ValueError(f"{folder}: no adapter_model.safetensors{hint}")
-    rank = int(config["r"])
+    rank, alpha = config.get("r"), config.get("lora_alpha", config.get("r"))
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)):
+        where = folder / "adapter_config.json"
+        raise ValueError(f"{where}: r and lora_alpha must be numbers, found {rank!r}, {alpha!r}")
     pairs, problems = _pairs({t.name: t for t in scan_file(path)}, rank, model)
     if problems or not pairs:
         listing = "\n  ".join(problems) or "it holds no LoRA factors"
         raise ValueError(f"{folder}: the adapter does not fit the model:\n  {listing}")
-    alpha = float(config.get("lora_alpha", rank))
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     factors = {name: (read(a), read(b)) for name, (a, b) in pairs.items()}
     return DraftAdapter(folder, rank, scale, factors)

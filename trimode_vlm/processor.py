@@ -142,7 +142,8 @@ class TriModeProcessor(ProcessorMixin):
         names them, else they are options of `__call__`.
 
         Raises:
-            ValueError: bad messages (see `check_messages`), the template refuses them, images missing or too many.
+            ValueError: bad messages (see `check_messages`), the template refuses them, images missing or too many, or
+                truncation at the right would cut the end that the model is to go on from.
         """
         first = conversation[0] if isinstance(conversation, (list, tuple)) and conversation else None
         batched = isinstance(first, (list, tuple)) or hasattr(first, "messages")
@@ -165,12 +166,13 @@ class TriModeProcessor(ProcessorMixin):
         if not tokenize:
             return [chat.text for chat in chats] if batched else chats[0].text
         sources = _fill([source for chat in chats for source in chat.sources], given)
+        keep_end = add_generation_prompt or bool(continue_final_message)
         if not return_assistant_tokens_mask:
-            out = self._finish([chat.encode() for chat in chats], sources, options, image_options)
+            out = self._finish([chat.encode() for chat in chats], sources, options, image_options, keep_end=keep_end)
         else:
             encoded = [chat.encode_with_answers() for chat in chats]
             masks = [_mask_of(len(ids), answers) for ids, answers in encoded]
-            out = self._finish([ids for ids, _ in encoded], sources, options, image_options, masks)
+            out = self._finish([ids for ids, _ in encoded], sources, options, image_options, masks, keep_end)
         return out if return_dict else out["input_ids"]
 
     def encode_chat(
@@ -231,9 +233,9 @@ class TriModeProcessor(ProcessorMixin):
 
     def _finish(
         self, rows: list[list[int]], sources: list[Any], options: dict[str, Any], image_options: dict[str, Any],
-        masks: list[list[bool]] | None = None,
+        masks: list[list[bool]] | None = None, keep_end: bool = False,
     ) -> BatchFeature:  # fmt: skip
-        """Expand placeholders, truncate between images, pad, and add the images' tensors."""
+        """Expand placeholders, truncate between images (never the end if `keep_end`), pad, add the images' tensors."""
         needed = [sum(i == self.image_token_id for i in row) if self.layout else 0 for row in rows]
         if sum(needed) != len(sources):
             if not self.layout:
@@ -252,6 +254,11 @@ class TriModeProcessor(ProcessorMixin):
             row, spans, (mask,) = expand_images(row, grids[used : used + count], self.layout, [mask])
             used += count
             start, stop = truncate(len(row), limit, spans, side)
+            if keep_end and stop < len(row):
+                raise ValueError(
+                    f"max_length = {limit} would cut the end of a prompt of {len(row)} tokens, and with it the header "
+                    "of the answer: raise max_length, shorten the messages or pass truncation_side='left'"
+                )
             if any(first < start or last > stop for first, last in spans):
                 raise ValueError(
                     f"max_length = {limit} cuts into the images of a prompt of {len(row)} tokens; "

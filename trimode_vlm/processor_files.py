@@ -8,8 +8,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from .chat import check_template
 from .config import TriModeConfig
 from .generation_config import TriModeGenerationConfig
+from .json_files import read_json
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,26 +40,31 @@ _COMMON_OPTIONS = (
 )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+def check_json_files(folder: Path) -> None:
+    """Look at tokenizer, processor and generation files before others read them.
 
     Raises:
-        ValueError: no JSON, or no object; one line with the file's path.
+        ValueError: a file is no JSON object, or holds a chat template that is no Jinja; one line with its path.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged or incomplete, this is no JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold a JSON object, found a {type(content).__name__}")
-    return content
-
-
-def check_json_files(folder: Path) -> None:
-    """Raise ValueError for a tokenizer, processor or generation file that is no JSON object, before others read it."""
     for name in (*_TOKENIZER_FILES, *_PROCESSOR_FILES, "generation_config.json"):
         if name.endswith(".json"):
-            _read(folder / name)
+            found = _read(folder / name).get("chat_template") or []
+            named = [{"template": found}] if isinstance(found, str) else found
+            _check_templates(folder / name, [entry.get("template") for entry in named if isinstance(entry, dict)])
+    for path in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
+        if path.is_file():
+            try:
+                _check_templates(path, [path.read_text(encoding="utf-8")])
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: damaged, this is no text ({error})") from error
+
+
+def _check_templates(path: Path, sources: list[Any]) -> None:
+    for source in sources:
+        try:
+            check_template(source)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def load_processor(folder: Path, config: TriModeConfig, layout: str) -> Any:

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .config import TriModeConfig, TriModeTextConfig
-from .processor_files import read_json
+from .json_files import read_json
 from .spare_tokens import choose_image_tokens, choose_mask_token, read_special_tokens
 
 OUR_TYPES = (TriModeTextConfig.model_type, TriModeConfig.model_type)

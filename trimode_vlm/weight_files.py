@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .json_files import read_json
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -165,7 +167,10 @@ def is_match(folder: Path, patterns: tuple[str, ...]) -> bool:
 def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index}: damaged or incomplete, it has no weight_map from tensors to files")
+        names = sorted(set(weight_map.values()))
         if unsafe := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{index}: shard names must lie in the folder itself, found {unsafe[0]!r}")
         if absent := [name for name in names if not (folder / name).is_file()]:

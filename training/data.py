@@ -19,8 +19,8 @@ class Encoded:
     """One sample ready for corruption: ids and loss mask of the rendered chat, its images in order of appearance.
 
     images: float tensors [3, h, w]. epoch: how often the sample was seen before; with sample_id it fixes the noise.
-    name: what messages call it, as "train.jsonl row 17 (id abc)". skipped: what was wrong with the bad samples whose
-    place it takes, one line each.
+    name: what messages call it, as "train.jsonl row 17 (id abc)". skipped: what is wrong with the bad sample whose place
+    it takes, "" if it takes none.
     """
 
     sample_id: int
@@ -29,7 +29,7 @@ class Encoded:
     images: list[Tensor] = field(default_factory=list)
     epoch: int = 0
     name: str = ""
-    skipped: tuple[str, ...] = ()
+    skipped: str = ""
 
     def __post_init__(self) -> None:
         if len(self.input_ids) != len(self.loss_mask):

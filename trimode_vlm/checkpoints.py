@@ -1,7 +1,8 @@
 """Load a model of any known layout, and convert between layouts.
 
-Known: our own folders (that is, the released NLD layout, text and VLM), Ministral-3, and Llama-like language models as
-starting points. Weights are streamed: while loading, memory holds the model and one tensor beside it.
+Known: our own folders (that is, the released NLD layout, text and VLM), Ministral-3, Llama-like language models as
+starting points, and fine-tuned LoRA folders on top of any of them, which are merged. Weights are streamed: while
+loading, memory holds the model and one tensor beside it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 
 from .draft_adapter import ADAPTER_FOLDER, find_adapter, read_adapter
 from .key_maps import EMBEDDING, HEAD, from_ours
+from .lora_weights import MergedWeights, base_of, is_based_on, is_lora_folder
 from .model import TriModeVLM
 from .processor_files import check_json_files, load_generation_config, load_processor, save_companions
+from .quantize import check_quantize, quantize_4bit
 from .source_configs import read_source
 from .source_weights import SourceWeights, build, check, expected_weights, skeleton
 from .target_configs import target_config, target_name, weight_layout
@@ -37,7 +40,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     adapter: str | Path | None = None,
-    quantize: None = None,
+    quantize: str | None = None,
     mask_token_id: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     allow_missing: Sequence[str] = (),
@@ -46,12 +49,14 @@ def load(
     """Load a model, in evaluation mode, and its processor (None where the folder holds no tokenizer).
 
     Args:
-        path_or_id: "nano" (shipped with the package), a folder, or a hub id.
+        path_or_id: "nano" (shipped with the package), a folder, or a hub id. A folder with a fine-tuned LoRA
+            (`adapter_config.json`) is merged into the base model that it names.
         dtype: of the weights; None: as in the file ("nano": float32). FP8 files become bfloat16.
         device: where the weights go; None: the CPU.
-        adapter: a PEFT folder with the draft adapter, or "auto" for `linear_spec_lora/` beside the weights. It is
-            checked and attached as `model.draft_adapter` (else None); no decoder of this version applies it.
-        quantize: must be None in this version.
+        adapter: a PEFT folder with the draft adapter (a fine-tuned one goes into `path_or_id`), or "auto" for
+            `linear_spec_lora/` beside the weights. It is checked and attached as `model.draft_adapter` (else None); no
+            decoder of this version applies it.
+        quantize: "4bit" keeps the linear layers of the text decoder in 4 bits (bitsandbytes, on a CUDA device).
         mask_token_id: the mask of a model that has none; None: a spare special token (see spare_tokens).
         overrides: config fields to set, for example `vision_config` to give a language model a new tower.
         allow_missing: patterns of our weight names ("encoder.vision_tower.*") that may be missing or of another shape
@@ -62,17 +67,21 @@ def load(
         ValueError: the folder cannot be found or held; weights that do not fit are listed with both shapes.
     """
     if quantize is not None:
-        raise ValueError(f"quantize={quantize!r} is not available in this version; leave it out")
-    wanted = parse_dtype(dtype) if dtype is not None else torch.float32 if str(path_or_id) == NANO else None
+        check_quantize(quantize)
+    wanted = parse_dtype(dtype) if dtype is not None else None
     folder = resolve(path_or_id)
-    check_json_files(folder)
-    weights = SourceWeights(folder, read_source(folder, mask_token_id, overrides))
+    weights = open_weights(folder, mask_token_id, overrides)
+    if wanted is None and (str(path_or_id) == NANO or is_based_on(weights, resolve(NANO))):
+        wanted = torch.float32
     model = build(weights, wanted or weights.dtype, device or "cpu", allow_missing, allow_unexpected)
-    model.generation_config = load_generation_config(folder) or model.generation_config
+    companions = companions_of(folder)
+    model.generation_config = load_generation_config(companions) or model.generation_config
     if adapter is not None:
         found = find_adapter(adapter, folder)
         model.draft_adapter = read_adapter(found, model) if found else None
-    return model.eval(), load_processor(folder, model.config, weights.source.layout)
+    if quantize is not None:
+        quantize_4bit(model, device)
+    return model.eval(), load_processor(companions, model.config, weights.source.layout)
 
 
 def convert(
@@ -104,8 +113,7 @@ def convert(
     target = Path(target_dir).expanduser().absolute()
     _check_target(target, overwrite)
     folder = resolve(source)
-    check_json_files(folder)
-    weights = SourceWeights(folder, read_source(folder, mask_token_id, overrides))
+    weights = open_weights(folder, mask_token_id, overrides)
     wanted = parse_dtype(dtype) if dtype is not None else weights.dtype
     config = target_config(weights.config, to, wanted)
     expected = expected_weights(skeleton(weights.config), weights.is_tied)
@@ -122,13 +130,41 @@ def convert(
             writer.add(from_ours(HEAD, layout), weights.read(EMBEDDING, wanted))
         writer.close()
         config.save_pretrained(made)
-        save_companions(folder, made, weights.config, weights.source.layout, to)
+        save_companions(companions_of(folder), made, weights.config, weights.source.layout, to)
         if layout == "trimode" and (folder / ADAPTER_FOLDER / "adapter_config.json").is_file():
             shutil.copytree(folder / ADAPTER_FOLDER, made / ADAPTER_FOLDER)
         if target.exists():
             target.rename(Path(scratch) / "replaced")
         made.rename(target)
     return target
+
+
+def open_weights(
+    folder: Path, mask_token_id: int | None = None, overrides: Mapping[str, Any] | None = None
+) -> SourceWeights:
+    """The weights and config of a model folder, or of a fine-tuned LoRA folder together with its base.
+
+    Raises:
+        ValueError: no model or adapter that can be read, or a base that cannot be found.
+    """
+    check_json_files(folder)
+    if not is_lora_folder(folder):
+        return SourceWeights(folder, read_source(folder, mask_token_id, overrides))
+    base = open_weights(_base_folder(folder), mask_token_id, overrides)
+    return MergedWeights(folder, base, mask_token_id, overrides)
+
+
+def companions_of(folder: Path) -> Path:
+    """The folder whose tokenizer and settings go with a model: its own, or its base's where an adapter brings none."""
+    has_own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tekken.json"))
+    return folder if has_own or not is_lora_folder(folder) else companions_of(_base_folder(folder))
+
+
+def _base_folder(folder: Path) -> Path:
+    try:
+        return resolve(base_of(folder))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'adapter_config.json'}: the base model cannot be found: {error}") from error
 
 
 def resolve(path_or_id: str | Path) -> Path:

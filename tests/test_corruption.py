@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trimode_vlm.training.corruption import corrupt, noise_generator
+from trimode_vlm.training.corruption import complement, corrupt, noise_generator
 from trimode_vlm.training.dual_stream import assign_blocks
 
 MASK = 99
@@ -83,9 +83,77 @@ def test_own_level_per_block():
     assert p.view(10, 32).std(1).max() < 1e-6 and p.unique().numel() == 10
 
 
+@pytest.mark.parametrize("options", [{}, {"noise": "block", "full_block_fraction": 0.5, "clean_first_fraction": 1.0}])
+def test_the_complement_masks_what_the_first_copy_left(options):
+    ids, loss_mask = sample(640, 64)
+    block_id, _ = assign_blocks(loss_mask, 32)
+    for number in range(20):
+        generator = noise_generator(0, 0, number)
+        first = corrupt(ids, loss_mask, generator, MASK, block_id=block_id, complementary_masks=True, **options)
+        second = complement(ids, first, MASK)
+        assert not (first.noise_mask & second.noise_mask).any()
+        may_mask = loss_mask
+        if options:  # the first token of a block stays clean, and of a block that is masked as a whole nothing is left
+            may_mask = loss_mask & (torch.cat([torch.tensor([-2]), block_id[:-1]]) == block_id)
+        assert torch.equal(first.noise_mask | second.noise_mask, may_mask)
+        both = first.p_mask < 1
+        assert torch.allclose(first.p_mask[both] + second.p_mask[both], torch.ones(int(both.sum())))
+        assert (second.noise_mask <= both).all() and (second.p_mask[~both] == 1).all()
+        assert (second.noisy_input_ids[second.noise_mask] == MASK).all()
+        assert torch.equal(second.noisy_input_ids[~second.noise_mask], ids[~second.noise_mask])
+
+
+@pytest.mark.parametrize("noise", ["sequence", "block"])
+@pytest.mark.parametrize("full_block_fraction", [0.0, 0.4])
+@pytest.mark.parametrize("eps", [1e-3, 0.05])
+def test_weights_of_complementary_masks_are_unbiased_for_each_copy(noise, full_block_fraction, eps):
+    """1/p for the first copy, 1/(1-p) for its complement: given p, each maskable token weighs 1 in the mean."""
+    ids, loss_mask = sample(64, 0)
+    block_id, _ = assign_blocks(loss_mask, 8)
+    totals, counts, levels = torch.zeros(2), torch.zeros(2), []
+    for number in range(3000):
+        options = dict(noise=noise, block_id=block_id, full_block_fraction=full_block_fraction)
+        first = corrupt(ids, loss_mask, noise_generator(0, 0, number), MASK, eps, complementary_masks=True, **options)
+        second = complement(ids, first, MASK)
+        totals += torch.stack([(c.noise_mask / c.p_mask).sum() for c in (first, second)])
+        counts += torch.stack([loss_mask.sum(), (first.p_mask < 1).sum()])
+        levels += first.p_mask[first.p_mask < 1].unique().tolist()
+    assert torch.allclose(totals / counts, torch.ones(2), atol=0.03)
+    least, most = min(levels), max(levels)
+    assert eps <= least < eps + 0.02 and 1 - eps - 0.02 < most <= 1 - eps, "p and 1 - p have one distribution"
+
+
+def test_complementary_masks_move_the_level_by_eps_at_most():
+    ids, loss_mask = sample()
+    one, two = (corrupt(ids, loss_mask, noise_generator(0, 0, 5), MASK, complementary_masks=c) for c in (False, True))
+    assert (one.p_mask - two.p_mask).abs().max() < 2e-3
+    assert (one.noise_mask != two.noise_mask).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("noise", ["sequence", "block"])
+def test_realised_mask_ratio(noise):
+    """Each sample's (or block's) masked tokens weigh as much together as its maskable ones."""
+    ids, loss_mask = sample(320, 64)
+    block_id, _ = assign_blocks(loss_mask, 32)
+    for number in range(20):
+        generators = (noise_generator(0, 0, number) for _ in range(2))
+        options = dict(noise=noise, block_id=block_id)
+        drawn, realised = (
+            corrupt(ids, loss_mask, g, MASK, mask_ratio=ratio, **options)
+            for g, ratio in zip(generators, ("drawn", "realised"), strict=True)
+        )
+        assert torch.equal(drawn.noise_mask, realised.noise_mask), "the draw is the same"
+        for group in [loss_mask] if noise == "sequence" else [block_id == b for b in range(8)]:
+            if realised.noise_mask[group].any():
+                weights = (realised.noise_mask / realised.p_mask)[group & realised.noise_mask]
+                assert float(weights.sum()) == pytest.approx(int(group.sum()), rel=1e-5)
+
+
 def test_wrong_options_are_named():
     ids, loss_mask = sample(10, 0)
     with pytest.raises(ValueError, match="noise must be one of"):
         corrupt(ids, loss_mask, noise_generator(0, 0, 0), MASK, noise="token")
     with pytest.raises(ValueError, match="block_id"):
         corrupt(ids, loss_mask, noise_generator(0, 0, 0), MASK, noise="block")
+    with pytest.raises(ValueError, match="mask_ratio must be one of"):
+        corrupt(ids, loss_mask, noise_generator(0, 0, 0), MASK, mask_ratio="exact")

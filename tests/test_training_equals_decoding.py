@@ -13,11 +13,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("response_padding", ["none", "block"])
+@pytest.mark.parametrize("block_alignment", ["response", "sequence"])
 @pytest.mark.parametrize("number", range(len(MIXED)))
-def test_cached_block_decoding_equals_the_training_forward(number, response_padding):
+def test_cached_block_decoding_equals_the_training_forward(number, block_alignment, response_padding):
     """Each noisy block is proposed over the causal cache of what precedes it, then its clean tokens are committed."""
     model, sample = tiny_model().eval(), MIXED[number]
-    row = lay_out(sample, noise_settings(response_padding=response_padding, end_token_id=EOS))
+    options = {"response_padding": response_padding, "block_alignment": block_alignment, "end_token_id": EOS}
+    row = lay_out(sample, noise_settings(**options))
     batch = collate([sample], [row])
     pattern = patterns.dual_stream(batch.position, batch.document, batch.block_start, batch.block_id, batch.is_noisy)
     ids = torch.tensor([sample.input_ids])

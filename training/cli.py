@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from trimode_vlm.training.settings import build, make_folder, parse_overrides, read_yaml, resolved
 
-USAGE = """usage: trimode-vlm train --config NAME_OR_FILE [--key value ...]
+USAGE = """usage: trimode-vlm train --config NAME_OR_FILE [--check | --estimate [--gpus N]] [--key value ...]
 
 Train a model from a YAML file of settings; --key value overrides one of them (nested keys with dots).
-Interrupted runs resume when the same command is given again. Steps and budgets may grow then; other changes
-need another --out or --allow_changed_settings true.
+`recipe: finetune` trains a checkpoint on your own data, `recipe: nano` makes the shipped model from nothing.
+Interrupted runs resume when the same command is given again. Steps may grow then; other changes need another --out or
+--allow_changed_settings true.
+
+options:
+  --check       read all data once, report what is wrong with it, and train nothing
+  --estimate    print memory per GPU and FLOPs per step for --gpus N (default 1), and train nothing
 
 examples:
-  trimode-vlm train --config nano --out runs/nano
-  trimode-vlm train --config nano-smoke --out runs/smoke --joint.alpha 0.5
+  trimode-vlm train --config finetune --model MODEL --data train.jsonl --out runs/mine --check
+  trimode-vlm train --config my.yaml --lr 2e-6
+  trimode-vlm train --config my.yaml --estimate --gpus 8
+  deepspeed --num_gpus 8 -m trimode_vlm.training --config my.yaml --deepspeed zero2
+  torchrun --nproc-per-node 8 -m trimode_vlm.training --config my.yaml --deepspeed zero3
   torchrun --nproc-per-node 2 -m trimode_vlm.training --config nano --out runs/nano
 """
+FLAGS = ("--check", "--estimate", "--debug")
+RECIPES = ("finetune", "nano")
 
 
 def train(argv: list[str] | None = None) -> int:
@@ -25,41 +36,93 @@ def train(argv: list[str] | None = None) -> int:
     if "--help" in argv or "-h" in argv:
         print(USAGE)
         return 0
+    flags = {flag for flag in FLAGS if flag in argv}
     try:
-        overrides = parse_overrides([arg for arg in argv if arg != "--debug"])
-        name = overrides.pop("config", None)
-        if name is None:
-            raise ValueError("--config is missing: give a YAML file or the name of a shipped one")
-        base = read_yaml(str(name))
-        # Imported only now: a wrong option is told at once, not after torch has loaded.
-        from trimode_vlm.training import nano_recipe
-
-        settings = build(nano_recipe.NanoSettings, base, overrides)
-        make_folder(settings.out)
+        overrides = parse_overrides([arg for arg in argv if arg not in flags])
+        overrides.pop("local_rank", None)  # from DeepSpeed's launcher, which sets LOCAL_RANK as well
+        gpus = int(overrides.pop("gpus", 1))
+        settings = read_settings(overrides)
+        if not flags & {"--check", "--estimate"}:
+            make_folder(settings.out)
     except ValueError as error:
-        if "--debug" in argv:
+        if "--debug" in flags:
             raise
         print(f"trimode-vlm train: {error}", file=sys.stderr)
         return 2
-    return _run(settings, debug="--debug" in argv)
-
-
-def _run(settings: object, debug: bool) -> int:
-    from trimode_vlm.training import nano_recipe
-    from trimode_vlm.training.distributed import Ranks
-
-    assert isinstance(settings, nano_recipe.NanoSettings)
-    ranks = Ranks.start()
     try:
-        if ranks.is_main:
-            print(resolved(settings), flush=True)
-        folder = nano_recipe.run(settings, ranks)
+        if "--check" in flags:
+            return check(settings)
+        if "--estimate" in flags:
+            return estimate(settings, gpus)
+        return run(settings)
     except (ValueError, FloatingPointError, OSError) as error:
-        if debug:
+        if "--debug" in flags:
             raise
         print(f"trimode-vlm train: {error}", file=sys.stderr)
         return 1
-    ranks.stop()
-    if ranks.is_main:
+
+
+def read_settings(overrides: dict[str, Any]) -> Any:
+    """The settings of the recipe that a config names, with overrides.
+
+    Raises:
+        ValueError: no config, an unknown recipe, or a wrong setting.
+    """
+    overrides = dict(overrides)
+    name = overrides.pop("config", None)
+    if name is None:
+        raise ValueError("--config is missing: give a YAML file or the name of a shipped one")
+    base = read_yaml(str(name))
+    recipe = overrides.get("recipe", base.get("recipe", "finetune"))
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    # Imported only now: a wrong option is told at once, not after torch has loaded.
+    if recipe == "nano":
+        from trimode_vlm.training.nano_recipe import NanoSettings
+
+        return build(NanoSettings, base, overrides)
+    from trimode_vlm.training.finetune import FinetuneSettings
+
+    return build(FinetuneSettings, base, overrides)
+
+
+def run(settings: Any) -> int:
+    """Train; every rank comes here."""
+    from trimode_vlm.training import distributed, finetune, nano_recipe
+
+    distributed.start()
+    if distributed.rank() == 0:
+        print(resolved(settings), flush=True)
+    folder = (nano_recipe if settings.recipe == "nano" else finetune).run(settings)
+    if distributed.rank() == 0:
         print(f"done: {folder}")
+    distributed.stop()
+    return 0
+
+
+def check(settings: Any) -> int:
+    """Read all data once; returns 1 if anything is wrong with it."""
+    if settings.recipe != "finetune":
+        raise ValueError("--check reads a user's data: the nano recipe makes its own")
+    import trimode_vlm
+    from trimode_vlm.training.check import check_data
+
+    processor = trimode_vlm.load_processor(settings.model)
+    reports = [
+        check_data(data, processor, max_length=settings.max_length)
+        for data in (settings.data, settings.eval_data)
+        if data
+    ]
+    for report in reports:
+        print(report)
+    return 0 if all(report.ok for report in reports) else 1
+
+
+def estimate(settings: Any, gpus: int) -> int:
+    """Print what a step costs."""
+    if settings.recipe != "finetune":
+        raise ValueError("--estimate is for fine-tuning: the nano model fits anywhere")
+    from trimode_vlm.training.estimate import estimate_report
+
+    print(estimate_report(settings, gpus))
     return 0

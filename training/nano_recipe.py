@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from trimode_vlm.config import preset
 from trimode_vlm.generation_config import TriModeGenerationConfig
 from trimode_vlm.model import TriModeVLM
-from trimode_vlm.training import saves
+from trimode_vlm.training import distributed, saves
 from trimode_vlm.training.data import Encoded, StreamSource
-from trimode_vlm.training.distributed import Ranks
 from trimode_vlm.training.nano_data import NanoMaker, build_processor, cell_word_ids, token_ids
 from trimode_vlm.training.nano_tokenizer import twin_token_ids
 from trimode_vlm.training.nano_vision import VisionTrainer, start_weights
 from trimode_vlm.training.settings import check_known, check_range
 from trimode_vlm.training.tasks import TASKS
 from trimode_vlm.training.train_settings import TrainSettings, check_unchanged
-from trimode_vlm.training.trainer import Trainer
+from trimode_vlm.training.trainer import TriModeTrainer
 
 STARTS_FROM = {"ar": "vision", "joint": "ar", "control": "ar"}
 VISION_WEIGHTS = ("encoder.vision_tower.", "encoder.multi_modal_projector.")
@@ -78,7 +78,7 @@ class NanoSettings:
         check_range(self, 1, math.inf, "threads")
 
 
-def run(settings: NanoSettings, ranks: Ranks) -> Path:
+def run(settings: NanoSettings) -> Path:
     """Run or resume all stages; returns the model folder (`out`/model; the control's is `out`/control_model).
 
     Raises ValueError, before anything is trained, when `out` holds a run with other settings.
@@ -92,42 +92,34 @@ def run(settings: NanoSettings, ranks: Ranks) -> Path:
     def stage(name: str, steps: int | None = None) -> None:
         chosen = stage_settings(settings, name, steps)
         _train_only(model, *(VISION_WEIGHTS if name == "vision" else TEXT_WEIGHTS))
-        if is_finished(out / name, chosen):
-            _load(model, out / name)
-            return
-        trainer: Trainer
+        trainer: TriModeTrainer
         if name == "vision":
-            words = cell_word_ids(processor)
-            trainer = VisionTrainer(model, processor, words, places, chosen, out / name, ranks)
+            trainer = VisionTrainer(model, processor, cell_word_ids(processor), places, chosen, out / name)
         else:
             assert isinstance(chosen, TextStage)
-            trainer = text_trainer(model, processor, chosen, out / name, ranks)
+            trainer = text_trainer(model, processor, chosen, out / name)
         trainer.fingerprint |= own
         trainer.allow_changed = settings.allow_changed_settings
         metrics = trainer.fit()
-        if ranks.is_main:
-            done = {"step": trainer.step, "elapsed_sec": trainer.elapsed_sec, "metrics": metrics}
-            text = json.dumps({**done, "settings": trainer.fingerprint}, indent=1)
-            (out / name / "done.json").write_text(text, encoding="utf-8")
-        ranks.barrier()
+        if distributed.rank() == 0 and metrics:
+            done = {"step": chosen.steps, "metrics": metrics, "settings": trainer.fingerprint}
+            (out / name / "done.json").write_text(json.dumps(done, indent=1), encoding="utf-8")
 
     for name in ("vision", "ar", "joint"):
         stage(name)
-    _save_model(model, processor, out / "model", ranks)
+    _save_model(model, processor, out / "model")
     if settings.control:
         _load(model, out / "ar")
-        done = json.loads((out / "joint" / "done.json").read_text(encoding="utf-8"))
-        stage("control", done["step"])
-        _save_model(model, processor, out / "control_model", ranks)
+        stage("control")
+        _save_model(model, processor, out / "control_model")
     return out / "model"
 
 
 def stage_settings(settings: NanoSettings, name: str, steps: int | None = None) -> TrainSettings:
-    """One stage's settings with the run's seed; control's are joint's with alpha 0 and a given number of steps."""
+    """One stage's settings with the run's seed; control's are joint's with alpha 0."""
+    stages = {"vision": settings.vision, "ar": settings.ar, "joint": settings.joint}
     if name == "control":
-        joint = settings.joint
-        return replace(joint, seed=settings.seed, alpha=0.0, steps=steps or joint.steps, budget_sec=None)
-    stages: dict[str, TrainSettings] = {"vision": settings.vision, "ar": settings.ar, "joint": settings.joint}
+        return replace(settings.joint, seed=settings.seed, alpha=0.0, steps=steps or settings.joint.steps)
     return replace(stages[name], seed=settings.seed)
 
 
@@ -138,13 +130,11 @@ def check_folder(settings: NanoSettings, own: dict[str, Any]) -> None:
     """
     out = Path(settings.out)
     for name in ("vision", "ar", "joint", *(("control",) if settings.control else ())):
-        state = saves.newest_state(out / name)
-        if state is None:
+        checkpoint = saves.newest_checkpoint(out / name)
+        if checkpoint is None:
             continue
-        saved = state.get("settings")
-        now = stage_settings(settings, name, saved["steps"] if saved else None)
-        allow = settings.allow_changed_settings
-        check_unchanged(out / name, saved, {**now.fingerprint(), **own}, allow)
+        now = {**stage_settings(settings, name).fingerprint(), **own}
+        check_unchanged(out / name, saves.read_run(checkpoint)["settings"], now, settings.allow_changed_settings)
         start = STARTS_FROM.get(name)
         if start and not is_finished(out / start, stage_settings(settings, start)):
             raise ValueError(
@@ -154,14 +144,9 @@ def check_folder(settings: NanoSettings, own: dict[str, Any]) -> None:
 
 
 def is_finished(folder: Path, stage: TrainSettings) -> bool:
-    """Whether the stage in this folder is done, also by these settings, whose steps or budget may have grown."""
-    if not (folder / "done.json").is_file():
-        return False
-    state = saves.newest_state(folder)
-    # Without settings it is a checkpoint of a version that kept none: done is done.
-    if state is None or "settings" not in state:
-        return True
-    return stage.progress(state["step"], state["elapsed_sec"]) >= 1
+    """Whether the stage in this folder has taken all its steps, which may have grown."""
+    checkpoint = saves.newest_checkpoint(folder)
+    return checkpoint is not None and saves.step_of(checkpoint) >= stage.steps
 
 
 def start_model(settings: NanoSettings) -> tuple[Any, Any, dict[str, Any]]:
@@ -175,7 +160,7 @@ def start_model(settings: NanoSettings) -> tuple[Any, Any, dict[str, Any]]:
     return model, processor, places
 
 
-def text_trainer(model: Any, processor: Any, stage: TextStage, folder: Path, ranks: Ranks) -> Trainer:
+def text_trainer(model: Any, processor: Any, stage: TextStage, folder: Path) -> TriModeTrainer:
     """The trainer of stage "ar", "joint" or "control", which is the folder's name; control sees joint's samples."""
     maker = NanoMaker(
         processor=processor,
@@ -193,16 +178,14 @@ def text_trainer(model: Any, processor: Any, stage: TextStage, folder: Path, ran
         return len(sample.input_ids) + (sum(sample.loss_mask) if dual else 0)
 
     source = StreamSource(maker, cost, stage.batch_tokens)
-    return Trainer(model, source, stage, folder, ranks, folder.name)
+    return TriModeTrainer(model, source, stage, folder, processor=processor, name=folder.name)
 
 
 def _load(model: Any, folder: Path) -> None:
-    found = saves.newest_checkpoint(folder)
-    if found is None:
-        raise ValueError(
-            f"{folder} is marked as done but holds no whole checkpoint: delete its done.json to train it again"
-        )
-    model.load_state_dict(found[0])
+    checkpoint = saves.newest_checkpoint(folder)
+    if checkpoint is None:
+        raise ValueError(f"{folder} holds no whole checkpoint: train it again")
+    model.load_state_dict(load_file(checkpoint / "model.safetensors"))
 
 
 def _digest(vocabulary: dict[str, int]) -> str:
@@ -214,8 +197,8 @@ def _train_only(model: Any, *prefixes: str) -> None:
         parameter.requires_grad_(name.startswith(prefixes))
 
 
-def _save_model(model: Any, processor: Any, folder: Path, ranks: Ranks) -> None:
-    if ranks.is_main:
+def _save_model(model: Any, processor: Any, folder: Path) -> None:
+    if distributed.rank() == 0:
         model.generation_config = TriModeGenerationConfig(
             mode="linear_spec",
             max_new_tokens=512,
@@ -225,4 +208,3 @@ def _save_model(model: Any, processor: Any, folder: Path, ranks: Ranks) -> None:
         )
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
-    ranks.barrier()

@@ -15,16 +15,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Trainer
 
+from trimode_vlm.training import distributed
 from trimode_vlm.training.data import SLOTS_PER_STEP
-from trimode_vlm.training.distributed import Ranks
 from trimode_vlm.training.nano_data import picture_seed, pixels
 from trimode_vlm.training.pictures import COLORS, KINDS, MAX_CELLS, Picture, make_picture
 from trimode_vlm.training.synthetic import HELD_OUT_SEED
 from trimode_vlm.training.train_settings import TrainSettings
-from trimode_vlm.training.trainer import Trainer
+from trimode_vlm.training.trainer import TriModeTrainer
+from trimode_vlm.training.watch import not_finite_message
 from trimode_vlm.vision.images import pad_pixels
 
+LOSSES = ("color_loss", "content_loss", "row_loss", "col_loss", "square_loss")
 ACCURACIES = ("color_accuracy", "content_accuracy", "row_accuracy", "col_accuracy")
 NONE_LOGIT = 0.5
 """Logit of "this cell holds no such word", as a share of the logit that a present word has at the optimum."""
@@ -105,27 +108,48 @@ def _num_cells(picture: Picture) -> int:
     return len(picture.cells) * len(picture.cells[0])
 
 
-class VisionTrainer(Trainer):
+class Features(nn.Module):
+    """The tower and the projector alone, as what DDP or DeepSpeed wraps: images -> features [cells, D]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
+        """Features of all cells, picture by picture, row by row."""
+        return torch.cat(self.model.encode_images(pixel_values, image_sizes))
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """One rank's pictures of a step: pixels as encode_images takes them, labels [cells, 4], targets [cells, D]."""
+
+    pixel_values: Tensor
+    image_sizes: Tensor
+    labels: Tensor
+    targets: Tensor
+    seeds: tuple[int, ...]
+
+
+class VisionTrainer(TriModeTrainer):
     """Trainer of tower and projector against the word embeddings, which stay fixed.
 
-    `fit` ends with a check on held-out pictures, as a last line of the log and in the metrics that it returns.
+    `fit` ends with a check on held-out pictures, in the metrics that it returns.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         processor: Any,
         word_ids: dict[str, int],
         places: dict[str, Tensor],
         settings: TrainSettings,
         folder: Path,
-        ranks: Ranks,
     ) -> None:
         source: Any = PictureSource(settings.seed, settings.batch_tokens)
-        super().__init__(model, source, settings, folder, ranks, "vision")
-        self.processor = processor
-        self.places = {name: vectors.to(self.ranks.device) for name, vectors in places.items()}
-        embedding = model.encoder.embed_tokens.weight.detach()  # type: ignore[union-attr, operator]
+        super().__init__(Features(model), source, settings, folder, name="vision")
+        self.processor, self.places = processor, places
+        embedding = model.encoder.embed_tokens.weight.detach().cpu()
         colors = [word for word in word_ids if word in COLORS]
         contents = [word for word in word_ids if word not in COLORS]
         self.slots = [
@@ -134,38 +158,30 @@ class VisionTrainer(Trainer):
         ]
         self.norm2 = float(embedding[word_ids[colors[0]]].square().sum())
 
-    def fit(self, until: int | None = None) -> dict[str, float]:
-        metrics = super().fit(until)
-        if self.progress < 1:
-            return metrics
-        held_out = self.held_out()
-        self._log({"step": self.step, **held_out})
-        return {**metrics, **held_out}
+    def fit(self) -> dict[str, float]:
+        """Train to the end; held-out accuracies beside the last metrics."""
+        return {**super().fit(), **self.held_out()}
 
     @torch.no_grad()
     def held_out(self, num_cells: int = HELD_OUT_CELLS) -> dict[str, float]:
         """Accuracies over the cells of held-out pictures: each slot, and colour with content where a cell shows any."""
-        pictures = held_out_pictures(num_cells)
-        labels, vectors = self.targets(pictures)
-        _, hits = self.losses(self.features(*self.images(pictures)), labels, vectors)
+        batch = self.prepare(held_out_pictures(num_cells))
+        _, hits = self.losses(self.model, batch)
+        hits = hits.cpu()
         no_color, no_content = (len(table) for table, _ in self.slots)
-        is_filled = (labels[:, 0] != no_color) | (labels[:, 1] != no_content)
+        is_filled = (batch.labels[:, 0] != no_color) | (batch.labels[:, 1] != no_content)
         values = dict(zip((f"held_out_{name}" for name in ACCURACIES), hits.float().mean(0).tolist(), strict=True))
         values["held_out_filled_accuracy"] = float(hits[is_filled, :2].all(1).float().mean())
-        return {**values, "held_out_cells": float(len(labels)), "held_out_filled_cells": float(is_filled.sum())}
+        return {**values, "held_out_cells": float(len(hits)), "held_out_filled_cells": float(is_filled.sum())}
 
-    def images(self, pictures: Sequence[Picture]) -> tuple[Tensor, Tensor]:
-        """(pixel_values, image_sizes) of pictures, as encode_images takes them."""
+    def make_batches(self, source: Any) -> Any:
+        """Pictures in place of chats."""
+        rank, world = distributed.rank(), distributed.num_ranks()
+        return lambda step: self.prepare(source.draw(step, rank, world))
+
+    def prepare(self, pictures: Sequence[Picture]) -> Pictures:
+        """Pixels, labels of (colour, content, row, column), the last index: none, and targets of pictures."""
         images = [pixels(self.processor, picture.image) for picture in pictures]
-        return pad_pixels(images).to(self.ranks.device), torch.tensor([image.shape[-2:] for image in images])
-
-    def features(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
-        """Features [cells, D] of all cells, picture by picture, row by row."""
-        model: Any = self.model
-        return torch.cat(model.encode_images(pixel_values, image_sizes))
-
-    def targets(self, pictures: Sequence[Picture]) -> tuple[Tensor, Tensor]:
-        """Labels [cells, 4] of (colour, content, row, column), the last index: none; and targets [cells, D]."""
         labels, vectors = [], []
         none = [len(table) for table, _ in self.slots]
         for picture in pictures:
@@ -179,35 +195,36 @@ class VisionTrainer(Trainer):
                         vector = vector + self.slots[slot][1][label[slot]]
                     labels.append(label)
                     vectors.append(vector / 2)
-        return torch.tensor(labels, device=self.ranks.device), torch.stack(vectors)
+        sizes = torch.tensor([image.shape[-2:] for image in images])
+        seeds = tuple(picture.seed for picture in pictures)
+        return Pictures(pad_pixels(images), sizes, torch.tensor(labels), torch.stack(vectors), seeds)
 
-    def train_step(self) -> dict[str, float]:
-        with self._timed("data"):
-            pictures: Any = self.source.draw(self.step, self.ranks.rank, self.ranks.world)
-            labels, vectors = self.targets(pictures)
-            images = self.images(pictures)
-        for optimizer, _ in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        num_cells = self.ranks.sum(torch.tensor(float(len(labels)))).item()
-        with self._timed("forward"):
-            losses, hits = self.losses(self.features(*images), labels, vectors)
-        loss = losses.sum() / num_cells
-        if not torch.isfinite(loss):
-            self._stop_on_nan(tuple(picture.seed for picture in pictures))
-        with self._timed("backward"):
-            loss.backward()
-        sums = self.ranks.sum(torch.cat([losses.detach(), hits.float().sum(0)])) / num_cells
-        norm, lr = self._update(tuple(picture.seed for picture in pictures))
-        names = ("color_loss", "content_loss", "row_loss", "col_loss", "square_loss")
-        values = dict(zip((*names, *ACCURACIES), sums.tolist(), strict=True))
-        return {"step": self.step, **values, "grad_norm": norm, "lr": lr, "cells": num_cells}
+    def training_step(self, model: nn.Module, inputs: Pictures, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward over this rank's pictures; the loss is a mean over all ranks' cells."""
+        model.train()
+        num_cells = distributed.reduce_(torch.tensor(float(len(inputs.labels))), self.args.device).item()
+        losses, hits = self.losses(model, inputs)
+        self.accelerator.backward(losses.sum() / num_cells * distributed.num_ranks())
+        sums = torch.cat([losses.detach(), hits.float().sum(0)]).double().cpu()
+        values = distributed.reduce_(sums, self.args.device) / num_cells
+        if not values.isfinite().all():
+            raise FloatingPointError(not_finite_message(self.state.global_step, [str(s) for s in inputs.seeds]))
+        self._values = dict(zip((*LOSSES, *ACCURACIES), values.tolist(), strict=True))
+        return values[: len(LOSSES)].sum().to(self.args.device, torch.float32)
 
-    def losses(self, features: Tensor, labels: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Losses and accuracies of the last step in place of the text stages' terms."""
+        Trainer.log(self, {**logs, **self._values} if "learning_rate" in logs else logs)
+
+    def losses(self, model: nn.Module, batch: Pictures) -> tuple[Tensor, Tensor]:
         """Losses [5], summed over cells (four slots, squared error relative to the norm), and hits, bool [cells, 4]."""
+        device = self.args.device
+        features = model(batch.pixel_values.to(device), batch.image_sizes)
+        labels, targets = batch.labels.to(device), batch.targets.to(device)
         none = features.new_full((len(features), 1), NONE_LOGIT * self.norm2 / 2)
-        logits = [torch.cat([features @ table.T, none], 1) for _, table in self.slots]
-        logits += [features @ self.places["row"].T, features @ self.places["col"].T]
+        logits = [torch.cat([features @ table.to(device).T, none], 1) for _, table in self.slots]
+        logits += [features @ self.places[name].to(device).T for name in ("row", "col")]
         slot_losses = [F.cross_entropy(x, labels[:, i], reduction="sum") for i, x in enumerate(logits)]
-        square = (features - vectors).square().sum() / self.norm2
+        square = (features - targets).square().sum() / self.norm2
         hits = torch.stack([x.argmax(1) == labels[:, i] for i, x in enumerate(logits)], 1)
         return torch.stack([*slot_losses, square]), hits

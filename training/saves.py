@@ -1,85 +1,119 @@
-"""Checkpoints of a running stage: safetensors and JSON, complete or absent, never half-loaded, no pickles."""
+"""What a checkpoint holds beside transformers' and DeepSpeed's own files, and which checkpoint is whole.
+
+A plain or DDP run writes no pickle: optimizer, scheduler and random state are safetensors and JSON. DeepSpeed writes
+its partitioned state in its own format. The manifest comes last, so a checkpoint that was being written is not whole.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.trainer_utils import sort_checkpoints
 
 MANIFEST = "manifest.json"
-
-
-def write_checkpoint(
-    folder: Path,
-    step: int,
-    model: dict[str, Tensor],
-    optimizer: dict[str, Tensor],
-    state: dict[str, Any],
-    keep: int = 2,
-) -> Path:
-    """Write folder/step-N with model.safetensors, optimizer.safetensors and trainer.json; keep the newest `keep`.
-
-    The manifest with sizes and hashes is written last, and the folder appears under its name in one rename.
-    """
-    target = folder / f"step-{step:08d}"
-    draft = folder / f".writing-{step:08d}"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    save_file({k: v.detach().contiguous() for k, v in model.items()}, draft / "model.safetensors")
-    save_file({k: v.detach().contiguous() for k, v in optimizer.items()}, draft / "optimizer.safetensors")
-    (draft / "trainer.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    names = ("model.safetensors", "optimizer.safetensors", "trainer.json")
-    (draft / MANIFEST).write_text(json.dumps({name: _digest(draft / name) for name in names}), encoding="utf-8")
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(draft, target)
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return target
+OPTIMIZER, SCHEDULER, RUN = "optimizer.safetensors", "scheduler.json", "run.json"
+HASH_WHOLE_BYTES = 1 << 26
+"""Larger files are known by their size and their first and last MiB, so that a check stays short."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first."""
-    return sorted(folder.glob("step-*")) if folder.is_dir() else []
+    return [Path(path) for path in sort_checkpoints(str(folder))] if folder.is_dir() else []
 
 
-def newest_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]] | None:
-    """Load the newest whole checkpoint as (model, optimizer, state); a torn one is skipped with a warning."""
-    path = _newest_whole(folder)
-    if path is None:
-        return None
-    return load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"), _state(path)
-
-
-def newest_state(folder: Path) -> dict[str, Any] | None:
-    """The state alone of the newest whole checkpoint."""
-    path = _newest_whole(folder)
-    return None if path is None else _state(path)
-
-
-def _newest_whole(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run; a torn one is skipped with a warning."""
     for path in reversed(checkpoints(folder)):
-        try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            torn = [name for name, digest in manifest.items() if _digest(path / name) != digest]
-        except (OSError, json.JSONDecodeError) as error:
-            torn = [str(error)]
-        if torn:
-            warnings.warn(f"skipping the torn checkpoint {path.name} ({', '.join(torn)})", stacklevel=2)
-            continue
-        return path
+        torn = _torn_files(path)
+        if not torn:
+            return path
+        warnings.warn(f"skipping the torn checkpoint {path.name} ({', '.join(torn)})", stacklevel=2)
     return None
 
 
-def _state(path: Path) -> dict[str, Any]:
-    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint was written after."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Name every file of a checkpoint with its digest; the file appears in one rename."""
+    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST)
+    text = json.dumps({str(p.relative_to(checkpoint)): _digest(p) for p in files}, indent=1)
+    draft = checkpoint / f".{MANIFEST}"
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, checkpoint / MANIFEST)
+
+
+def write_run(checkpoint: Path, **facts: Any) -> None:
+    """Keep facts about the run in a checkpoint: its settings, the number of ranks."""
+    (checkpoint / RUN).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def read_run(checkpoint: Path) -> dict[str, Any]:
+    """What `write_run` kept."""
+    return json.loads((checkpoint / RUN).read_text(encoding="utf-8"))
+
+
+def save_weights(model: nn.Module, file: Path) -> None:
+    """All weights of a module that is no transformers model, as safetensors."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}, file)
+
+
+def save_random_state(checkpoint: Path, rank: int) -> None:
+    """Torch's random state of one rank (nothing else draws during training); CPU and the rank's GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    save_file(states, checkpoint / f"random-{rank}.safetensors")
+
+
+def load_random_state(checkpoint: Path, rank: int) -> None:
+    """Put a rank's random state back; a rank that the saved run did not have keeps its own."""
+    file = checkpoint / f"random-{rank}.safetensors"
+    if not file.is_file():
+        return
+    states = load_file(file)
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def save_optimizer(tensors: dict[str, Tensor], scheduler: dict[str, Any], checkpoint: Path) -> None:
+    """Optimizer state as named tensors, the scheduler's as JSON (functions, which it makes anew, left out)."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, checkpoint / OPTIMIZER)
+    plain = {key: value for key, value in scheduler.items() if key != "lr_lambdas"}
+    (checkpoint / SCHEDULER).write_text(json.dumps(plain), encoding="utf-8")
+
+
+def load_optimizer(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save_optimizer` wrote."""
+    scheduler = json.loads((checkpoint / SCHEDULER).read_text(encoding="utf-8"))
+    return load_file(checkpoint / OPTIMIZER), scheduler
+
+
+def _torn_files(checkpoint: Path) -> list[str]:
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        return [name for name, digest in manifest.items() if _digest(checkpoint / name) != digest]
+    except (OSError, json.JSONDecodeError) as error:
+        return [str(error)]
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    size = path.stat().st_size
+    if size <= HASH_WHOLE_BYTES:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    with open(path, "rb") as file:
+        head = file.read(1 << 20)
+        file.seek(-(1 << 20), os.SEEK_END)
+        return f"{size} bytes {hashlib.sha256(head + file.read()).hexdigest()}"

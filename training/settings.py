@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import types
 import typing
 from collections.abc import Collection
 from dataclasses import asdict, fields, is_dataclass
@@ -88,12 +89,17 @@ def build(cls: type[S], *layers: dict[str, Any], where: str = "") -> S:
         if not given:
             continue
         kind = hints[name]
-        if is_dataclass(kind):
+        kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+        nested = next((k for k in kinds if isinstance(k, type) and is_dataclass(k)), None)
+        if nested is None:
+            values[name] = _convert(given[-1], kind, where + name)
+        elif given[-1] is None and nested is not kind:
+            values[name] = None
+        else:
+            given = [value for value in given if value is not None or nested is kind]
             if wrong := [value for value in given if not isinstance(value, dict)]:
                 raise ValueError(f"{where}{name} must be a mapping of settings, got {wrong[0]!r}")
-            values[name] = build(kind, *given, where=f"{where}{name}.")  # type: ignore[arg-type]
-        else:
-            values[name] = _convert(given[-1], kind, where + name)
+            values[name] = build(nested, *given, where=f"{where}{name}.")  # type: ignore[arg-type]
     for layer in layers:
         for name in map(str, layer):
             if name not in known:
@@ -154,6 +160,10 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     options = typing.get_args(kind) if typing.get_origin(kind) not in (tuple, list, dict) else (kind,)
     for option in options or (kind,):
         origin = typing.get_origin(option) or option
+        if origin is tuple and is_dataclass(typing.get_args(option)[0]):
+            return value  # the settings class reads it
+        if origin is tuple and isinstance(value, str) and typing.get_args(option)[0] is str:
+            return (value,)
         if origin is tuple and isinstance(value, (list, tuple)):
             return tuple(_convert(item, typing.get_args(option)[0], name) for item in value)
         if origin is dict and isinstance(value, dict):
@@ -182,4 +192,4 @@ def resolved(settings: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

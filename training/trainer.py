@@ -1,33 +1,44 @@
-"""The training loop: dual-stream forward, summed gradients divided once, optimizer, log, checkpoints, exact resume."""
+"""The training loop: transformers' Trainer with the tri-mode objective, whose sums are divided once over all ranks.
+
+One item of its data loader is one optimizer step of this rank: a list of micro-batches. So the Trainer accumulates
+nothing by itself; launchers, DeepSpeed, DDP, logging, evaluation and checkpoints are its own.
+"""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 
-from trimode_vlm import patterns
-from trimode_vlm.training import saves
-from trimode_vlm.training.collate import Batch, micro_batches
+from trimode_vlm.training import distributed, saves
+from trimode_vlm.training.arguments import training_arguments
+from trimode_vlm.training.callbacks import LogFile, LossCurves, StallWatch, TrainingProgress, install
+from trimode_vlm.training.collate import Batch, dummy_batch
 from trimode_vlm.training.data import Source
-from trimode_vlm.training.distributed import Ranks
-from trimode_vlm.training.objective import Counts, Terms, combine, denominators, tri_mode_terms
-from trimode_vlm.training.optimizers import load_optimizer_tensors, lr_factor, make_optimizers, optimizer_tensors
+from trimode_vlm.training.objective import Counts, combine, tri_mode_terms
+from trimode_vlm.training.optimizers import load_optimizer_tensors, make_optimizer, optimizer_tensors
+from trimode_vlm.training.parts import parameter_groups
+from trimode_vlm.training.presets import deepspeed_config, offloads_optimizer, zero_stage
+from trimode_vlm.training.progress import last, metrics_from
+from trimode_vlm.training.steps import MakeBatches, Steps, noise_token_ids
 from trimode_vlm.training.train_settings import TrainSettings, check_unchanged
+from trimode_vlm.training.watch import not_finite_message
 
 
-class Trainer:
+class TriModeTrainer(Trainer):
     """Trains `model` on `source` in `folder`; `fit` resumes from the newest whole checkpoint there.
 
-    The model is moved to the rank's device, in place; batches follow it one by one. Every checkpoint holds the
-    `fingerprint` of the run; resuming with another one is refused unless `allow_changed` is set.
+    Every checkpoint holds the `fingerprint` of the run; resuming with another one is refused unless `allow_changed`.
+    A checkpoint is itself a model folder. eval_source: held-out samples, of which `evaluate` takes one epoch.
     """
 
     def __init__(
@@ -36,225 +47,314 @@ class Trainer:
         source: Source,
         settings: TrainSettings,
         folder: Path,
-        ranks: Ranks | None = None,
+        *,
+        eval_source: Source | None = None,
+        processor: Any = None,
+        callbacks: Sequence[TrainerCallback] = (),
         name: str = "train",
     ) -> None:
-        self.model, self.source, self.settings, self.folder = model, source, settings, Path(folder)
-        self.ranks, self.name = ranks or Ranks(), name
-        model.to(self.ranks.device)
-        config: Any = model.config
-        vision_ids = (
-            config.image_token_id,
-            config.image_start_token_id,
-            config.image_break_token_id,
-            config.image_end_token_id,
+        self.source, self.settings, self.folder, self.name = source, settings, Path(folder), name
+        self.fingerprint: dict[str, Any] = settings.fingerprint()
+        self.allow_changed = False
+        self.first_step = 0
+        self._window = _Window()
+        super().__init__(
+            model,
+            training_arguments(settings, self.folder, evaluates=eval_source is not None),
+            train_dataset=source,  # type: ignore[arg-type]
+            eval_dataset=eval_source,  # type: ignore[arg-type]
+            processing_class=processor,
         )
-        ids = () if config.vision_config is None else tuple(i for i in vision_ids if i is not None)
-        end_token_id = config.eos_token_id
-        if isinstance(end_token_id, list):
-            end_token_id = end_token_id[0]
-        if settings.response_padding == "block" and end_token_id is None:
-            raise ValueError("response_padding 'block' pads with the end token, but the config has no eos_token_id")
-        self.noise = settings.noise_settings(config.mask_token_id, ids, end_token_id)
-        self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self.optimizers = make_optimizers(
-            self.named,
-            settings.optimizer,
-            settings.lr,
-            settings.weight_decay,
-            tuple(settings.betas),  # type: ignore[arg-type]
-        )
-        self.fingerprint, self.allow_changed = settings.fingerprint(), False
-        self.step, self.elapsed_sec = 0, 0.0
-        self.seconds: dict[str, float] = {}
+        self.stall = StallWatch(self.folder, settings.stall_minutes)
+        log = (LogFile(self.folder), LossCurves(self.folder))
+        install(self, [*log, *callbacks, self.stall, KeepBest(), TrainingProgress(self.folder, name)])
 
-    def fit(self, until: int | None = None) -> dict[str, float]:
-        """Train to the end of the schedule (or to step `until`) and return the last logged metrics."""
-        settings = self.settings
-        self._resume()
-        self.model.train()
-        bar = tqdm(
-            total=settings.steps, initial=self.step, desc=self.name, disable=not self.ranks.is_main, mininterval=5
-        )
-        saved_at = time.monotonic()
-        metrics: dict[str, float] = {}
-        while self.progress < 1 and (until is None or self.step < until):
-            begin = time.monotonic()
-            metrics = self.train_step()
-            self.elapsed_sec = self.ranks.broadcast(self.elapsed_sec + time.monotonic() - begin)
-            if self.step % settings.log_every == 0 or self.progress >= 1:
-                self._log(metrics)
-                shown = (f"{k} {v:.4f}" for k, v in metrics.items() if k.endswith(("loss", "accuracy")))
-                bar.set_postfix_str(", ".join(shown), refresh=False)
-            bar.update(1)
-            due = self.ranks.broadcast(float(time.monotonic() - saved_at > 60 * settings.checkpoint_minutes))
-            if due:
-                self.save()
-                saved_at = time.monotonic()
-        bar.close()
-        self.save()
+    def fit(self) -> dict[str, float]:
+        """Train to the last step, from the newest whole checkpoint on if there is one; returns the last metrics."""
+        checkpoint = saves.newest_checkpoint(self.folder)
+        if checkpoint is not None:
+            changed = check_unchanged(
+                self.folder, saves.read_run(checkpoint)["settings"], self.fingerprint, self.allow_changed
+            )
+            self.first_step = saves.step_of(checkpoint)
+            if changed and distributed.rank() == 0:
+                print(f"{self.name}: going on with changed settings: {'; '.join(changed)}", flush=True)
+        if self.first_step >= self.settings.steps:
+            self._load_from_checkpoint(str(checkpoint))
+        else:
+            try:
+                self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            finally:
+                self.stall.stop()
+        return self._window.last
+
+    # One step.
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of all micro-batches of a step; returns the step's loss over all ranks."""
+        self.stall.running(_sample_names(inputs))
+        model.train()
+        alpha = self.settings.alpha_at(self.state.global_step)
+        counts, num_batches = self._agree(inputs)
+        sums = torch.zeros(4, dtype=torch.float64)
+        for number, batch in enumerate(_fill_up(inputs, num_batches)):
+            is_last = number == num_batches - 1
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            with nullcontext() if is_last or self.is_deepspeed_enabled else self.accelerator.no_sync(model):
+                terms = self.terms(model, batch)
+                loss = combine(terms[0], terms[1], counts, alpha=alpha, averaging=self.settings.averaging)
+                # Gradients are averaged over ranks, the objective is a sum over them.
+                scale = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+                self.accelerator.backward(loss * distributed.num_ranks(), **scale)
+            sums += terms.detach().double().cpu()
+        is_finite_here = bool(sums.isfinite().all())
+        distributed.reduce_(sums, self.args.device)
+        if not sums.isfinite().all():
+            what = "the loss" if is_finite_here else "this rank's loss"
+            raise FloatingPointError(not_finite_message(self.state.global_step, _sample_names(inputs), what))
+        self._window.add(sums, counts)
+        return combine(sums[0], sums[1], counts, alpha=alpha, averaging=self.settings.averaging).to(self.args.device)
+
+    def terms(self, model: nn.Module, batch: Batch) -> Tensor:
+        """AR sum, diffusion sum, AR hits and masked hits of one micro-batch [4]: one pass for both streams."""
+        batch = batch.to(self.args.device)
+
+        def objective(hidden: Tensor, head: nn.Module) -> Tensor:
+            terms = tri_mode_terms(
+                hidden,
+                batch.target,
+                batch.is_noisy,
+                batch.p_mask,
+                batch.sequence,
+                head,
+                averaging=self.settings.averaging,
+                weight=self.settings.weight,
+                chunk_tokens=self.settings.chunk_tokens,
+            )
+            return torch.stack([terms.ar_sum, terms.diff_sum, terms.ar_correct, terms.masked_correct])
+
+        with self.compute_loss_context_manager():
+            return model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position,
+                pixel_values=batch.pixel_values,
+                image_sizes=batch.image_sizes,
+                pattern=batch.pattern(),
+                objective=objective,
+            )
+
+    def _agree(self, batches: Sequence[Batch]) -> tuple[Counts, int]:
+        """The step's counts over all ranks, and the most micro-batches that a rank has."""
+        local = sum((batch.counts for batch in batches), Counts())
+        num_tokens = sum(float((batch.document >= 0).sum()) for batch in batches)
+        values = torch.tensor([*asdict(local).values(), num_tokens], dtype=torch.float64)
+        *total, num_tokens = distributed.reduce_(values, self.args.device).tolist()
+        most = distributed.reduce_(torch.tensor(float(len(batches))), self.args.device, "max")
+        counts = Counts(**dict(zip(asdict(local), total, strict=True)))
+        self._window.tokens += num_tokens
+        return counts, max(int(most), 1)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
+        norm = super()._get_grad_norm(model, grad_norm)
+        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+            raise FloatingPointError(not_finite_message(self.state.global_step, [], "the gradient"))
+        return None if norm is None else float(norm)
+
+    # Data.
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Steps of this rank from `first_step` on; made by worker processes if the settings ask for them."""
+        steps = Steps(self.make_batches(self.source), self.first_step, self.settings.steps)
+        return DataLoader(steps, batch_size=None, num_workers=self.settings.workers)
+
+    def make_batches(self, source: Source) -> MakeBatches:
+        """How this rank makes its part of a step from samples of `source`."""
+        config = getattr(self.model, "config", None)
+        token_ids = noise_token_ids(config, self.settings)
+        pad_token_id = getattr(config, "pad_token_id", None) or 0
+        return MakeBatches(source, self.settings, token_ids, pad_token_id, distributed.rank(), distributed.num_ranks())
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
+        """One item is one step."""
+        return [next(epoch_iterator)], None
+
+    # Evaluation and logs.
+
+    @torch.no_grad()
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Losses over one epoch of the evaluation samples, with the noise of epoch 0 each time."""
+        make = self.make_batches(eval_dataset or self.eval_dataset)
+        last_step = self.settings.steps - 1  # its alpha and block length, whenever it is asked
+        model = self.model_wrapped
+        model.eval()
+        training, self._window = self._window, _Window()
+        step = 0
+        while True:
+            samples = make.source.draw(step, make.rank, make.world)
+            batches = make.cut([sample for sample in samples if sample.epoch == 0], last_step)
+            counts, num_batches = self._agree(batches)
+            if not counts.num_sequences:
+                break
+            sums = torch.zeros(4, dtype=torch.float64)
+            for batch in _fill_up(batches, num_batches):
+                sums += self.terms(model, batch).double().cpu()
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            self._window.add(distributed.reduce_(sums, self.args.device), counts)
+            step += 1
+        evaluated, self._window = self._window, training
+        metrics = {f"{metric_key_prefix}_{k}": v for k, v in evaluated.drain(self.settings.averaging).items()}
+        loss = metrics[f"{metric_key_prefix}_ar_loss"]
+        loss += self.settings.alpha * metrics.get(f"{metric_key_prefix}_diff_loss", 0.0)
+        metrics = {f"{metric_key_prefix}_loss": loss, **metrics}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        model.train()
+        self._window.begin = time.monotonic()
         return metrics
 
-    @property
-    def progress(self) -> float:
-        """Share of the run that is done."""
-        return self.settings.progress(self.step, self.elapsed_sec)
+    def gathered(self) -> Any:
+        """A context in which rank 0 has whole weights, also under ZeRO-3, and no DeepSpeed hook runs."""
+        if zero_stage(deepspeed_config(self.settings.deepspeed)) < 3:
+            return nullcontext()
+        import deepspeed
 
-    def train_step(self) -> dict[str, float]:
-        """One optimizer step over this rank's micro-batches; returns global metrics."""
-        settings = self.settings
-        with self._timed("data"):
-            samples = self.source.draw(self.step, self.ranks.rank, self.ranks.world)
-            batches = micro_batches(samples, self.noise, settings.micro_batch_tokens, settings.micro_batch_samples)
-        counts = self._global_counts(batches)
-        sums = torch.zeros(4, dtype=torch.float64)
-        for optimizer, _ in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
-            with self._timed("forward"):
-                terms = self.forward(batch.to(self.ranks.device))
-                loss = combine(terms.ar_sum, terms.diff_sum, counts, alpha=settings.alpha, averaging=settings.averaging)
-            if not torch.isfinite(loss):
-                self._stop_on_nan(batch.sample_ids)
-            with self._timed("backward"):
-                loss.backward()
-            sums += (
-                torch.stack([terms.ar_sum, terms.diff_sum, terms.ar_correct, terms.masked_correct])
-                .detach()
-                .double()
-                .cpu()
-            )
-        self.ranks.sum(sums)
-        norm, lr = self._update(tuple(i for batch in batches for i in batch.sample_ids))
-        return self._metrics(sums, counts, norm, lr, batches)
+        return deepspeed.zero.GatheredParameters(list(self.model.parameters()))
 
-    def _update(self, sample_ids: tuple[int, ...]) -> tuple[float, float]:
-        """Sum gradients over ranks, clip, step; returns (gradient norm, learning rate)."""
-        with self._timed("reduce"):
-            self.ranks.sum_gradients(p for _, p in self.named)
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self.named], self.settings.grad_clip)
-        if not torch.isfinite(norm):
-            self._stop_on_nan(sample_ids)
-        with self._timed("optimizer"):
-            lr = self._set_lr()
-            for optimizer, _ in self.optimizers:
-                optimizer.step()
-        self.step += 1
-        return float(norm), lr
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the loss terms since the last log to the Trainer's own numbers, and totals of the run."""
+        if "learning_rate" in logs:
+            terms = self._window.drain(self.settings.averaging)
+            history = self.state.log_history
+            seen = {f"{n}_seen": (last(history, f"{n}_seen") or 0.0) + terms.pop(n) for n in ("samples", "tokens")}
+            logs = {**logs, **terms, **seen}
+        self.state.epoch = None
+        if num_samples := getattr(self.source, "num_samples", None):
+            self.state.epoch = self.state.global_step * self.source.batch_samples / num_samples  # type: ignore[attr-defined]
+        super().log(logs)
 
-    def forward(self, batch: Batch) -> Terms:
-        """Sums of both losses over one micro-batch: one pass through the backbone for both streams."""
-        model: Any = self.model
-        embeds = model.embed(batch.input_ids, batch.pixel_values, batch.image_sizes)
-        rows, length = batch.input_ids.shape
-        pattern = (
-            patterns.dual_stream(batch.position, batch.document, batch.block_start, batch.block_id, batch.is_noisy)
-            if self.noise.dual
-            # One document a row and right padding: no real token comes after a pad, plain causal is exact.
-            else patterns.causal(rows, length, batch.input_ids.device)
-        )
-        hidden = model.hidden(embeds, batch.position, pattern)
-        return tri_mode_terms(
-            hidden,
-            batch.target,
-            batch.is_noisy,
-            batch.p_mask,
-            batch.sequence,
-            model.diffusion_head,
-            averaging=self.settings.averaging,
-            weight=self.settings.weight,
-            chunk_tokens=self.settings.chunk_tokens,
-        )
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted here: `--estimate` has the formulas."""
+        return 0
 
-    def save(self) -> None:
-        """Write a checkpoint of model, optimizer and place in the run (rank 0; the others wait)."""
-        if self.ranks.is_main:
-            state = {
-                "step": self.step,
-                "elapsed_sec": self.elapsed_sec,
-                "world": self.ranks.world,
-                "name": self.name,
-                "settings": self.fingerprint,
-            }
-            saves.write_checkpoint(
-                self.folder,
-                self.step,
-                dict(self.model.state_dict()),
-                optimizer_tensors(self.optimizers),
-                state,
-                self.settings.keep_checkpoints,
-            )
-        self.ranks.barrier()
+    # Optimizer.
 
-    def _resume(self) -> None:
-        found = saves.newest_checkpoint(self.folder)
-        if found is None:
-            return
-        weights, optimizer, state = found
-        changed = check_unchanged(self.folder, state.get("settings"), self.fingerprint, self.allow_changed)
-        if state["world"] != self.ranks.world:
-            raise ValueError(
-                f"{self.folder} was trained with {state['world']} ranks; resume with as many, not {self.ranks.world}"
-            )
-        self.model.load_state_dict(weights)
-        load_optimizer_tensors(self.optimizers, optimizer)
-        self.step, self.elapsed_sec = state["step"], state["elapsed_sec"]
-        if self.ranks.is_main:
-            note = f" with changed settings: {'; '.join(changed)}" if changed else ""
-            tqdm.write(f"{self.name}: resumed at step {self.step}{note}")
-
-    def _global_counts(self, batches: list[Batch]) -> Counts:
-        local = sum((batch.counts for batch in batches), Counts())
-        total = self.ranks.sum(torch.tensor(list(asdict(local).values()), dtype=torch.float64))
-        return Counts(**dict(zip(asdict(local), total.tolist(), strict=True)))
-
-    def _set_lr(self) -> float:
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW or Muon over the parameters that train, with a learning rate for each part of the model."""
         s = self.settings
-        # Step 0 trains too, so the warm-up counts the step that is being taken.
-        progress = max(self.progress, 1 / s.steps if s.warmup else 0.0)
-        factor = lr_factor(progress, s.warmup, s.schedule, s.decay_fraction, s.min_lr_ratio)
-        for optimizer, _ in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = s.lr * factor
-        return s.lr * factor
+        if self.optimizer is None:
+            groups = parameter_groups(
+                self.model, s.lr, lr_vision=s.lr_vision, lr_projector=s.lr_projector, weight_decay=s.weight_decay
+            )
+            config = deepspeed_config(s.deepspeed)
+            if s.optimizer == "muon" and zero_stage(config):
+                raise ValueError("optimizer 'muon' needs whole matrices: use deepspeed zero0 or optimizer adamw")
+            on_cpu = offloads_optimizer(config) and torch.cuda.is_available()
+            self.optimizer = make_optimizer(self._named, groups, s.optimizer, tuple(s.betas), on_cpu=on_cpu)  # type: ignore[arg-type]
+        return self.optimizer
 
-    def _metrics(self, sums: Tensor, counts: Counts, norm: float, lr: float, batches: list[Batch]) -> dict[str, float]:
-        ar_sum, diff_sum, ar_correct, masked_correct = sums.tolist()
-        ar_count, diff_count = denominators(counts, self.settings.averaging)
-        return {
-            "step": self.step,
-            "ar_loss": ar_sum / ar_count,
-            "diff_loss": diff_sum / diff_count,
-            "ar_accuracy": ar_correct / max(counts.num_supervised, 1),
-            "masked_accuracy": masked_correct / max(counts.num_masked, 1),
-            "supervised_tokens": counts.num_supervised,
-            "maskable_tokens": counts.num_maskable,
-            "masked_tokens": counts.num_masked,
-            "grad_norm": norm,
-            "lr": lr,
-            "local_padded_tokens": float(sum(batch.input_ids.numel() for batch in batches)),
-        }
+    @property
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
-    def _log(self, metrics: dict[str, float]) -> None:
-        if self.ranks.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            times = {f"{name}_sec": round(value, 2) for name, value in self.seconds.items()}
-            with open(self.folder / "log.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps({**metrics, "elapsed_sec": round(self.elapsed_sec, 2), **times}) + "\n")
+    # Checkpoints.
 
-    def _stop_on_nan(self, sample_ids: tuple[int, ...]) -> None:
-        raise FloatingPointError(f"loss or gradient is not finite at step {self.step}, samples {list(sample_ids)}")
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoint = self.folder / f"checkpoint-{self.state.global_step}"
+            saves.write_run(checkpoint, settings=self.fingerprint, world=distributed.num_ranks(), name=self.name)
+            saves.write_manifest(checkpoint)
+            # Only now: an older checkpoint goes when the new one is whole.
+            rotate_checkpoints(str(self.folder), self.settings.keep_checkpoints, self.state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()
 
-    def _timed(self, name: str) -> _Timer:
-        return _Timer(self.seconds, name)
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        # As the Trainer does it, without its pickled arguments.
+        folder = Path(output_dir or self.folder)
+        if not self.args.should_save:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if hasattr(self.model, "save_pretrained"):
+            self.model.save_pretrained(folder, state_dict=state_dict)
+        else:
+            saves.save_weights(self.model, folder / "model.safetensors")
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_deepspeed_enabled:
+            self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=_has_frozen(self.model))
+        if self.args.should_save:
+            tensors = {} if self.is_deepspeed_enabled else optimizer_tensors(self._torch_optimizer, self._named)
+            saves.save_optimizer(tensors, self.lr_scheduler.state_dict(), Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        tensors, scheduler = saves.load_optimizer(Path(checkpoint))
+        if not self.is_deepspeed_enabled:
+            load_optimizer_tensors(self._torch_optimizer, self._named, tensors)
+        self.lr_scheduler.load_state_dict({"lr_lambdas": [None] * len(self.lr_scheduler.base_lrs), **scheduler})
+        for group, lr in zip(self.lr_scheduler.optimizer.param_groups, scheduler["_last_lr"], strict=True):
+            group["lr"] = lr
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        saves.save_random_state(Path(output_dir), distributed.rank())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            saves.load_random_state(Path(checkpoint), distributed.rank())
 
 
-class _Timer:
-    def __init__(self, totals: dict[str, float], name: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.totals, self.name, self.clock = totals, name, clock
+class _Window:
+    """Sums and counts since the last log, and totals of the run."""
 
-    def __enter__(self) -> None:
-        self.begin = self.clock()
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+        self._clear()
 
-    def __exit__(self, *_: object) -> None:
-        self.totals[self.name] = self.totals.get(self.name, 0.0) + self.clock() - self.begin
+    def _clear(self) -> None:
+        self.sums, self.counts, self.tokens = torch.zeros(4, dtype=torch.float64), Counts(), 0.0
+        self.begin = time.monotonic()
+
+    def add(self, sums: Tensor, counts: Counts) -> None:
+        self.sums, self.counts = self.sums + sums, self.counts + counts
+
+    def drain(self, averaging: str) -> dict[str, float]:
+        """The metrics of everything added, which is forgotten then."""
+        seconds = time.monotonic() - self.begin
+        self.last = metrics_from(
+            self.sums.tolist(), self.counts, seconds, averaging=averaging, num_tokens=self.tokens
+        ) | {"samples": self.counts.num_sequences, "tokens": self.tokens}
+        self._clear()
+        return self.last
+
+
+class KeepBest(TrainerCallback):
+    """Writes a checkpoint whenever the evaluation loss is the lowest so far; the Trainer then keeps that one."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if metrics and (state.best_metric is None or metrics["eval_loss"] < state.best_metric):
+            control.should_save = True
+
+
+def _fill_up(batches: Sequence[Batch], num_batches: int) -> list[Batch]:
+    """As many micro-batches as the rank with the most has: DDP and ZeRO need every rank in every forward."""
+    return [*batches, *(dummy_batch() for _ in range(num_batches - len(batches)))]
+
+
+def _sample_names(batches: Sequence[Batch]) -> list[str]:
+    return [str(number) for batch in batches for number in batch.sample_ids]
+
+
+def _has_frozen(model: nn.Module) -> bool:
+    return any(not p.requires_grad for p in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         cache: KVCache | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        objective: Callable[[Tensor, nn.Module], Any] | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> Any:
         """The plain causal forward, unless another `pattern` is given.
 
         Args:
@@ -87,6 +89,8 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
             cache: keys of earlier tokens; new ones are written behind its lengths, which do not move.
             labels: [B, T], -100 where there is none; logit i is scored against label i + 1.
             logits_to_keep: only the last so many positions (0: all), or the indices of positions.
+            objective: takes the hidden states [B, T, D] and the head in place of the logits, so that training computes
+                its loss in chunks inside the forward, where DDP and ZeRO need it; what it returns is returned.
 
         Returns:
             `.logits` [B, T, V] and, with labels, `.loss`.
@@ -105,6 +109,8 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         if pattern is None:
             pattern = causal(B, T, inputs_embeds.device, offset, valid)
         hidden = self.encoder(inputs_embeds, position_ids, pattern, cache)
+        if objective is not None:
+            return objective(hidden, self.diffusion_head)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.diffusion_head(hidden[:, keep])
         loss = None
@@ -127,9 +133,26 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         """
         embeds = self.encoder.embed_tokens(input_ids)
         if pixel_values is None:
-            return embeds
+            return embeds + self._idle_tower() if self.training and self._tower_learns else embeds
         features = torch.cat(self.encode_images(pixel_values, image_sizes)).to(embeds.dtype)
         return self.place(embeds, input_ids, features)
+
+    @property
+    def _tower_learns(self) -> bool:
+        if self.config.vision_config is None:
+            return False
+        parameters = [*self.encoder.vision_tower.parameters(), *self.encoder.multi_modal_projector.parameters()]
+        # ZeRO-3 (whose parameters have a ds_id) gathers frozen ones as well, on all ranks or on none.
+        return any(p.requires_grad or hasattr(p, "ds_id") for p in parameters)
+
+    def _idle_tower(self) -> Tensor:
+        """Zero, by way of the tower: a batch without images takes part in what other ranks do with theirs.
+
+        Otherwise gloo aborts and NCCL hangs, since only some ranks would have gradients of the tower to share.
+        """
+        cell = self.config.vision_config.patch_size * self.config.spatial_merge_size
+        blank = torch.zeros(1, 3, cell, cell, device=self.device)
+        return 0.0 * self.encode_images(blank)[0].sum()
 
     def place(self, embeds: Tensor, input_ids: Tensor, features: Tensor) -> Tensor:
         """Put image features [sum of N, D], in order, where `input_ids` has image tokens."""

@@ -1,0 +1,40 @@
+"""DeepSpeed presets: JSON files in DeepSpeed's format beside this file, "auto" where the run's settings decide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def deepspeed_config(name: str | None) -> dict[str, Any] | None:
+    """A preset by its bare name ("zero2") or a JSON file by its path; None stays None.
+
+    Raises:
+        ValueError: no such preset or file, or no JSON object in it.
+    """
+    if name is None:
+        return None
+    folder = Path(__file__).parent
+    path = Path(name) if Path(name).is_file() else folder / f"{name}.json"
+    if not path.is_file():
+        shipped = ", ".join(sorted(p.stem for p in folder.glob("zero*.json")))
+        raise ValueError(f"deepspeed must be a JSON file or one of {shipped}, got {name!r}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"deepspeed: {path} is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"deepspeed: {path} must hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def zero_stage(config: dict[str, Any] | None) -> int:
+    """The ZeRO stage of a DeepSpeed configuration, 0 without one."""
+    return int((config or {}).get("zero_optimization", {}).get("stage", 0))
+
+
+def offloads_optimizer(config: dict[str, Any] | None) -> bool:
+    """Whether the optimizer's state lies on the CPU or on NVMe."""
+    offload = (config or {}).get("zero_optimization", {}).get("offload_optimizer", {})
+    return offload.get("device", "none") != "none"

@@ -1,0 +1,140 @@
+"""Loss curves of a run as a PNG, drawn from its log.jsonl: `python -m trimode_vlm.training.curves FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from trimode_vlm.training.run_log import LOG_NAME, Record, read_log
+
+CURVES_NAME = "curves.png"
+
+# Okabe and Ito's colours, which stay apart for colour-blind eyes and in print.
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+SMOOTH_FROM = 60
+"""From so many points on a curve is drawn faintly, with its smoothed course over it."""
+
+Series = tuple[list[int], list[float]]
+Curve = tuple[str, str, str]
+"""Name in the log, colour, name in the legend."""
+
+
+def series(records: Sequence[Record], name: str) -> Series:
+    """(steps, values) of one metric, where it was logged and finite."""
+    points = {record["step"]: record[name] for record in records if isinstance(record.get(name), (int, float))}
+    return list(points), list(points.values())
+
+
+def smoothed(values: Sequence[float], share: float = 0.03) -> list[float]:
+    """Mean over the neighbours of each point, `share` of all points wide; the window shrinks evenly at both ends.
+
+    Centred, so that the course does not lag behind the points as a running average would.
+    """
+    reach = max(1, round(share * len(values) / 2))
+    sums = [0.0, *accumulate(values)]
+    result = []
+    for i in range(len(values)):
+        r = min(reach, i, len(values) - 1 - i)
+        result.append((sums[i + r + 1] - sums[i - r]) / (2 * r + 1))
+    return result
+
+
+def plot_curves(folder: Path) -> Path | None:
+    """Draw folder/log.jsonl as folder/curves.png; None if there is nothing to draw.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    # The object interface draws with Agg whatever the machine's default is, and leaves pyplot's global state alone.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    folder = Path(folder)
+    records = read_log(folder / LOG_NAME)
+    if not records:
+        return None
+    figure = Figure(figsize=(12, 11), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(folder.resolve().name)
+    axes = figure.subplot_mosaic([["loss", "loss"], ["mask", "speed"], ["lr", "norm"]])
+    evaluation = [("eval_loss", GREEN, "evaluation"), ("eval_ar_loss", BLUE, "evaluation, AR"),
+                  ("eval_diff_loss", ORANGE, "evaluation, diffusion")]  # fmt: skip
+    _draw(axes["loss"], records, [("ar_loss", BLUE, "AR"), ("diff_loss", ORANGE, "diffusion")], "loss", log=True)
+    _draw_points(axes["loss"], records, evaluation)
+    masked = [("masked_accuracy", ORANGE, "masked accuracy"), ("ar_accuracy", BLUE, "AR accuracy"),
+              ("mask_ratio", PURPLE, "mask ratio")]  # fmt: skip
+    _draw(axes["mask"], records, masked, "share of tokens", bottom=0)
+    _draw(axes["speed"], records, [("tokens_per_sec", GREEN, "tokens/s")], "tokens per second", bottom=0)
+    # A schedule is no noisy measurement: it is drawn as it was.
+    _draw(axes["lr"], records, [("learning_rate", BLUE, "learning rate")], "learning rate", bottom=0, smooth=False)
+    _draw(axes["norm"], records, [("grad_norm", PURPLE, "gradient norm")], "gradient norm", log=True)
+    path = folder / CURVES_NAME
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _draw(axis: Any, records: Sequence[Record], curves: Sequence[Curve], label: str, **scale: Any) -> None:
+    smooth = scale.pop("smooth", True)
+    drawn: list[float] = []
+    for name, color, text in curves:
+        steps, values = series(records, name)
+        if not values:
+            continue
+        drawn += values
+        is_long = len(values) >= SMOOTH_FROM
+        if not (is_long and smooth):
+            axis.plot(steps, values, color=color, linewidth=1.5, marker=None if is_long else ".", label=text)
+        else:
+            axis.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
+            axis.plot(steps, smoothed(values), color=color, linewidth=1.8, label=text)
+    _finish(axis, drawn, label, **scale)
+
+
+def _draw_points(axis: Any, records: Sequence[Record], curves: Sequence[Curve]) -> None:
+    for name, color, text in curves:
+        steps, values = series(records, name)
+        if values:
+            axis.plot(steps, values, color=color, marker="o", linestyle="--", markeredgecolor="black", label=text)
+            axis.legend()
+
+
+def _finish(axis: Any, values: Sequence[float], label: str, log: bool = False, bottom: float | None = None) -> None:
+    axis.set(xlabel="step", ylabel=label)
+    axis.grid(alpha=0.25)
+    if not values:
+        axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", va="center", color="grey")
+        return
+    # Plain axes read easier; a logarithmic one only where the values span more than a decade.
+    if log and min(values) > 0 and max(values) > 10 * min(values):
+        axis.set_yscale("log")
+    elif bottom is not None:
+        axis.set_ylim(bottom, (max(values) * 1.1) or 1)
+    if len(axis.get_legend_handles_labels()[1]) > 1:
+        axis.legend()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw the curves of the run folders that are named; returns the exit code."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print("usage: python -m trimode_vlm.training.curves FOLDER [FOLDER ...]\n\nDraws log.jsonl as curves.png.")
+        return 0 if argv else 2
+    for folder in map(Path, argv):
+        try:
+            path = plot_curves(folder)
+        except ImportError:
+            print(NO_MATPLOTLIB, file=sys.stderr)
+            return 1
+        if path is None:
+            print(f"{folder / LOG_NAME}: there is no logged step to draw", file=sys.stderr)
+            return 1
+        print(path)
+    return 0
+
+
+NO_MATPLOTLIB = "no loss curves: matplotlib is not installed (pip install 'trimode-vlm[eval]')"
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

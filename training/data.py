@@ -19,8 +19,8 @@ class Encoded:
     """One sample ready for corruption: ids and loss mask of the rendered chat, its images in order of appearance.
 
     images: float tensors [3, h, w]. epoch: how often the sample was seen before; with sample_id it fixes the noise.
-    name: what messages call it, as "train.jsonl row 17 (id abc)". skipped: what is wrong with the bad sample whose place
-    it takes, "" if it takes none.
+    name: what messages call it, as "train.jsonl row 17 (id abc)". skipped: what is wrong with the bad sample in whose
+    place it stands, if it does.
     """
 
     sample_id: int

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trimode_vlm.training.run_log import LOG_NAME, Record, read_log
 
@@ -29,17 +30,27 @@ def series(records: Sequence[Record], name: str) -> Series:
 
 
 def smoothed(values: Sequence[float], share: float = 0.03) -> list[float]:
-    """Mean over the neighbours of each point, `share` of all points wide; the window shrinks evenly at both ends.
+    """A straight line fitted to the neighbours of each point, `share` of all points wide, read at the point.
 
-    Centred, so that the course does not lag behind the points as a running average would.
+    Inside the curve that is the mean of a centred window, which does not lag behind the points as a running average
+    would; at both ends, where the window is one-sided, the fit follows the slope.
     """
-    reach = max(1, round(share * len(values) / 2))
-    sums = [0.0, *accumulate(values)]
-    result = []
-    for i in range(len(values)):
-        r = min(reach, i, len(values) - 1 - i)
-        result.append((sums[i + r + 1] - sums[i - r]) / (2 * r + 1))
-    return result
+    # Sums over windows from cumulative ones. Places count from the middle, to keep the products small.
+    count = len(values)
+    place = np.arange(count) - (count - 1) / 2
+    reach = max(1, round(share * count / 2))
+    first = np.clip(np.arange(count) - reach, 0, None)
+    end = np.clip(np.arange(count) + reach + 1, None, count)
+
+    def mean(x: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([[0.0], np.cumsum(x)])
+        return (sums[end] - sums[first]) / (end - first)
+
+    y = np.asarray(values, dtype=float)
+    mean_place, mean_y = mean(place), mean(y)
+    spread = (end - first - 1) * (end - first + 1) / 12  # the variance of consecutive integers
+    slope = (mean(place * y) - mean_place * mean_y) / np.maximum(spread, 1e-12)
+    return (mean_y + slope * (place - mean_place)).tolist()
 
 
 def plot_curves(folder: Path) -> Path | None:

@@ -43,7 +43,8 @@ class DataSettings:
     allow_urls: bool = False
 
     def __post_init__(self) -> None:
-        check_known(self, format=(*FORMATS, None))
+        if self.format is not None:
+            check_known(self, format=FORMATS)
         check_range(self, 0, float("inf"), "weight", without_low=True)
         check_range(self, 1, float("inf"), "shuffle_buffer", "limit")
         if not self.path:

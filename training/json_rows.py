@@ -132,6 +132,8 @@ def _element_places(path: Path) -> tuple[array[int], array[int]]:
                 raise json.JSONDecodeError("expected , or ] after a row", text, comma)
             num_bytes += len(text[end:following].encode())
             at = following
+        if at >= len(text):
+            raise json.JSONDecodeError("the list is not closed", text, at)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not valid JSON in row {len(starts)} ({error})") from None
     return starts, stops

@@ -19,7 +19,7 @@ from trimode_vlm.training.json_rows import JsonRows, parse, stream_lines
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 _SLICE = re.compile(r"^(?P<path>.*)\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\]$", re.DOTALL)
-_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_HUB_ID = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")
 _METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "metadata.jsonl")
 
 
@@ -105,7 +105,7 @@ class Stream:
         Raises:
             BadSample: it is not valid JSON.
         """
-        return parse(row) if isinstance(row, bytes) else row
+        return parse(row) if isinstance(row, bytes) else _decode_json(row, dict(self.source.features or {}))
 
     def part(self, part: str, eval_fraction: float) -> Stream:
         """Return the rows of part "train" or "eval", each drawn by its number alone."""
@@ -239,17 +239,19 @@ class ArrowRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         (row,) = self.dataset[index : index + 1].to_pylist()
-        return {name: _decode_json(value, self.features.get(name)) for name, value in row.items()}
+        return _decode_json(row, dict(self.features))
 
 
 def _decode_json(value: Any, feature: Any) -> Any:
-    """Decode what `datasets` stores as JSON text because its rows differ in type."""
+    """Decode what `datasets` stores as JSON text because its rows differ in type.
+
+    It stores a text that is JSON itself, like "42" or "true", as it is: those stay text.
+    """
     import datasets
 
-    if value is None:
-        return None
-    if isinstance(feature, datasets.features.features.Json):
-        return json.loads(value) if isinstance(value, str) else value
+    if isinstance(feature, datasets.features.features.Json) and isinstance(value, str):
+        decoded = json.loads(value)
+        return decoded if isinstance(decoded, (str, list, dict)) else value
     if isinstance(feature, dict) and isinstance(value, dict):
         return {key: _decode_json(item, feature.get(key)) for key, item in value.items()}
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)

@@ -63,6 +63,8 @@ class Pattern:
         """The predicate as FlexAttention's BlockMask (about a second to build: keep the pattern, not the mask)."""
         from torch.nn.attention.flex_attention import create_block_mask
 
+        if self.metadata is not None:
+            return dual_block_mask(self.metadata, self.predicate)
         return create_block_mask(
             self.predicate, self.batch, None, self.query_length, self.key_length, device=str(self.device)
         )
@@ -136,6 +138,53 @@ def dual_stream(position: Tensor, document: Tensor, block_start: Tensor, block_i
     batch, length = position.shape
     metadata = DualMetadata(position, document, block_start, block_id, is_noisy)
     return Pattern(predicate, batch, length, length, position.device, "dual", metadata)
+
+
+def dual_block_mask(metadata: DualMetadata, predicate: Predicate, tile: int = 128) -> Any:
+    """The dual stream as a BlockMask, from the ranges of each tile's tokens: T x T is never evaluated.
+
+    A tile that is wrongly thought to hold an allowed pair costs time, no more: the predicate decides inside it.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    position, document, block_start, block_id, is_noisy = metadata
+    length = position.shape[1]
+
+    def tiles(x: Tensor, where: Tensor, reduce: Literal["amin", "amax"]) -> Tensor:
+        """[B, T] -> [B, tiles]: the least or largest value where `where` holds, or past every bound.""""""
+        nothing = 2**40 if reduce == "amin" else -(2**40)
+        x = torch.nn.functional.pad(torch.where(where, x, nothing), (0, -length % tile), value=nothing)
+        return getattr(x.unflatten(1, (-1, tile)), reduce)(-1)
+
+    def overlap(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """[B, tiles, tiles]: whether the range of x over q tokens of a tile meets that over k tokens of another."""
+        above = tiles(x, q, "amax")[:, :, None] >= tiles(x, k, "amin")[:, None]
+        return above & (tiles(x, q, "amin")[:, :, None] <= tiles(x, k, "amax")[:, None])
+
+    everywhere, real = torch.ones_like(is_noisy), document >= 0
+    clean, noisy = real & ~is_noisy, real & is_noisy
+    # A query sees the clean keys of its document up to this position.
+    limit = torch.where(is_noisy, block_start - 1, position)
+    to_clean = tiles(position, clean, "amin")[:, None] <= tiles(limit, real, "amax")[:, :, None]
+    to_clean &= overlap(document, real, clean)
+    to_noisy = overlap(document, noisy, noisy) & overlap(block_id, noisy, noisy)
+    itself = torch.eye(to_clean.shape[1], dtype=torch.bool, device=position.device)
+    one_document = tiles(document, everywhere, "amin")[:, :, None] == tiles(document, everywhere, "amax")[:, None]
+    one_document = one_document & one_document.transpose(1, 2)
+    all_clean = tiles(clean.long(), everywhere, "amin") == 1
+    full = tiles(position, everywhere, "amax")[:, None] <= tiles(limit, everywhere, "amin")[:, :, None]
+    full &= one_document & all_clean[:, None]
+    if length % tile:
+        full[:, -1], full[:, :, -1] = False, False
+    some = (to_clean | to_noisy | itself) & ~full
+
+    def listed(tile_mask: Tensor) -> tuple[Tensor, Tensor]:
+        order = tile_mask.int().argsort(dim=-1, descending=True, stable=True)
+        return tile_mask.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+    return BlockMask.from_kv_blocks(
+        *listed(some), *listed(full), BLOCK_SIZE=tile, mask_mod=predicate, seq_lengths=(length, length)
+    )
 
 
 def quadratic(num_drafts: int, batch: int, device: torch.device, offset: int | Tensor = 0) -> Pattern:

@@ -151,7 +151,7 @@ def dual_block_mask(metadata: DualMetadata, predicate: Predicate, tile: int = 12
     length = position.shape[1]
 
     def tiles(x: Tensor, where: Tensor, reduce: Literal["amin", "amax"]) -> Tensor:
-        """[B, T] -> [B, tiles]: the least or largest value where `where` holds, or past every bound.""""""
+        """[B, T] -> [B, tiles]: the least or largest value where `where` holds, or past every bound."""
         nothing = 2**40 if reduce == "amin" else -(2**40)
         x = torch.nn.functional.pad(torch.where(where, x, nothing), (0, -length % tile), value=nothing)
         return getattr(x.unflatten(1, (-1, tile)), reduce)(-1)

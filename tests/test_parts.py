@@ -331,7 +331,9 @@ def test_an_adapter_of_an_adapter_loads(trained, tmp_path):
     _, adapter, _ = trained
     model, _ = trimode_vlm.load(adapter)
     wrapped = train_a_little(add_lora(model, LoraSettings(rank=2)))
-    save_adapter(wrapped, tmp_path / "second", adapter)
+    gathered = dict(wrapped.state_dict())  # as ZeRO-3 hands it over
+    save_adapter(wrapped, tmp_path / "second", adapter, gathered)
+    assert not (tmp_path / "second" / "README.md").exists()
     loaded, _ = trimode_vlm.load(tmp_path / "second")
     torch.testing.assert_close(logits_of(loaded), logits_of(wrapped), atol=1e-4, rtol=1e-4)
 
@@ -476,6 +478,31 @@ def test_gradient_checkpointing_changes_no_gradient(train):
         assert again == (8 if "vision" in train or train in ("whole", "frozen embedding") else 6), again
         for name, gradient in plain.items():
             torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("architecture", "patch"), [("test_vit", 16), ("test_efficientnet", 32)])
+def test_gradient_checkpointing_reaches_a_timm_tower(architecture, patch):
+    def gradients(checkpointing):
+        torch.manual_seed(0)
+        config = tiny_config()
+        config.vision_config = TimmVisionConfig(architecture=architecture, patch_size=patch, image_size=64)
+        model = TriModeVLM(config)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        calls = []
+        for module in model.encoder.vision_tower.modules():
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                module.register_forward_pre_hook(lambda *_: calls.append(1))
+        model.train()
+        generator = torch.Generator().manual_seed(0)
+        features = model.encode_images(torch.randn(1, 3, 64, 64, generator=generator))
+        sum((feature**2).sum() for feature in features).backward()
+        return [p.grad for p in model.encoder.vision_tower.parameters()], len(calls)
+
+    (plain, once), (found, again) = gradients(False), gradients(True)
+    assert again > 1.5 * once
+    for expected, gradient in zip(plain, found, strict=True):
+        torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
 # 4-bit weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -36,6 +37,21 @@ class TimmEncoder(nn.Module):
         with torch.device("cpu"):
             self.model: Any = timm.create_model(config.architecture, pretrained=False, num_classes=0, **options)
         self.num_prefix_tokens = getattr(self.model, "num_prefix_tokens", 0)
+        self._checkpoints = False
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """What transformers switches, as in every tower; timm does it by its own method."""
+        return self._checkpoints
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enable: bool) -> None:
+        try:
+            self.model.set_grad_checkpointing(enable)
+        except AssertionError:
+            warnings.warn(f"timm tower {self.config.architecture!r} has no gradient checkpointing", stacklevel=2)
+            return
+        self._checkpoints = enable
 
     @property
     def output_size(self) -> int:

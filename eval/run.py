@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from trimode_vlm.cli import UsageError, main, nearest, print_settings
+from trimode_vlm.cli import UsageError, check_device, main, nearest, print_settings
 from trimode_vlm.eval import report, state
 from trimode_vlm.eval.metrics import METRICS
 from trimode_vlm.eval.state import Key, Record
@@ -113,6 +113,7 @@ def check(settings: EvalSettings) -> None:
         TriModeGenerationConfig().override(_options(settings, mode, settings.max_new_tokens or 1))
     if settings.dtype is not None:
         parse_dtype(settings.dtype)
+    check_device(settings.device)
 
 
 def plan(settings: EvalSettings, tasks: Sequence[EvalTask]) -> list[Key]:

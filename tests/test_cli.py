@@ -102,6 +102,9 @@ def giant_png(path: Path, side: int = 30000) -> str:
         (["chat", "--image", "", "Hi"], "--image: the path is empty"),
         (["chat", "--image", "tests", "Hi"], "--image tests: this is a folder"),
         (["convert", "nano", "out/nano", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["chat", "--device", "cdua", "Hi"], "--device: there is no 'cdua' here"),
+        (["chat", "--device", "cuda:99", "Hi"], "there is no 'cuda:99' here"),
+        (["eval", "--device", "meta", "--output", "no/such"], "--device: there is no 'meta' here"),
         (["chat", "--max-new-tokens", "0", "Hi"], "--max-new-tokens must be at least 1"),
         (["chat", "--max-new-tokens", "many", "Hi"], "invalid int value: 'many'"),
         (["chat", "--compare"], "--compare needs a question"),
@@ -153,7 +156,7 @@ def test_prompt_beyond_the_positions(chat: Any, chat_model: Any) -> None:
 def test_a_wrong_value_is_refused_before_torch_is_imported() -> None:
     script = """if True:
         import sys
-        sys.orig_argv[:] = ["trimode-vlm"]
+        sys.argv[:] = ["/usr/bin/trimode-vlm"]
         from trimode_vlm import cli
         assert cli.main(["chat", "--dtype", "int8", "Hi"]) == 2
         assert cli.main(["chat", "--mode", "diffusion", "--threshold", "2", "Hi"]) == 2
@@ -161,6 +164,37 @@ def test_a_wrong_value_is_refused_before_torch_is_imported() -> None:
         assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
+
+
+def started_as(*argv: str) -> str:
+    """What a process that was started so prints, and its exit code."""
+    done = subprocess.run([sys.executable, *argv], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    return f"{done.returncode} {done.stdout}{done.stderr}".strip()
+
+
+def test_every_way_to_start_the_command_agrees(tmp_path: Path) -> None:
+    """Exit codes and lines of `python -m trimode_vlm`, of the module and of the script; only the first and last know
+    before torch is imported that they are the command."""
+    script = tmp_path / "trimode-vlm"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "from trimode_vlm.cli import main; code = main(); print('torch' in sys.modules); sys.exit(code)"
+    )
+    wrong = ("chat", "--compare")
+    line = "2 trimode-vlm chat: --compare needs a question"
+    assert started_as("-m", "trimode_vlm", *wrong).startswith(line)
+    assert started_as("-m", "trimode_vlm.cli", *wrong).startswith(line)
+    assert started_as(str(script), *wrong).startswith("2 False")
+
+
+@pytest.mark.parametrize("argv", [("-c", "CODE"), ("-c", "CODE", "-m", "trimode_vlm"), ("FILE", "-m", "trimode_vlm")])
+def test_other_programs_get_the_auto_classes(tmp_path: Path, argv: tuple[str, ...]) -> None:
+    """Whatever their own options are, even ours."""
+    find = "transformers.AutoConfig.for_model('nemotron_labs_diffusion')"
+    code = f"import trimode_vlm, transformers; print({find}.block_size)"
+    file = tmp_path / "program.py"
+    file.write_text(f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n{code}")
+    assert started_as(*({"CODE": code, "FILE": str(file)}.get(arg, arg) for arg in argv)).startswith("0 32")
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

@@ -53,10 +53,14 @@ def register_auto_classes() -> None:
 
 
 def _is_own_command() -> bool:
-    """Whether this process is the `trimode-vlm` command, which checks its arguments before it pays for torch."""
-    argv = sys.orig_argv
-    as_module = "-m" in argv and argv[argv.index("-m") + 1 :][:1] == [__name__]
-    return as_module or any(Path(arg).stem == "trimode-vlm" for arg in argv[:2])
+    """Whether this process is the `trimode-vlm` command, which checks its arguments before it pays for torch.
+
+    Nothing runs before this file, so the process itself has to tell: registering with transformers at import is what
+    makes its Auto classes know a folder of ours, and importing torch is what makes a mistyped option wait for seconds.
+    """
+    # While Python looks for the module of -m, argv is ["-m", its arguments] and orig_argv ends with [module, these].
+    is_module = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__
+    return is_module or Path(*sys.argv[:1]).stem == "trimode-vlm"
 
 
 def __getattr__(name: str) -> Any:

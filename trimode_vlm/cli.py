@@ -170,6 +170,20 @@ def check_dtype(name: str | None) -> None:
         raise UsageError(f"--dtype: unknown dtype {name!r}{nearest(name, DTYPES)} (known: {', '.join(DTYPES)})")
 
 
+def check_device(name: str | None) -> None:
+    """Raise UsageError for a --device that this machine does not have; a name makes this import torch."""
+    if name is None:
+        return
+    import torch
+
+    usable = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        usable += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
+    if name not in usable:
+        raise UsageError(f"--device: there is no {name!r} here{nearest(name, usable)} (usable: {', '.join(usable)})")
+
+
 def dispatch(argv: Sequence[str], debug: bool = False) -> int:
     """Run the command that `argv` names; returns its exit code.
 
@@ -231,4 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Run as a file, this is not the module that the commands import: they raise the other one's UsageError.
+    from trimode_vlm.cli import main as run_command
+
+    sys.exit(run_command())

@@ -13,7 +13,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trimode_vlm.cli import UsageError, check_dtype, nearest, one_line, print_settings
+from trimode_vlm.cli import UsageError, check_device, check_dtype, nearest, one_line, print_settings
 from trimode_vlm.compare import compare, summary
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ def check(args: argparse.Namespace, modes: Sequence[str]) -> None:
         reason = image_fault(path)
         if reason:
             raise UsageError(f"--image {path}: {reason}" if path else f"--image: {reason}")
+    # Last, since it has to import torch.
+    check_device(args.device)
 
 
 def check_values(args: argparse.Namespace) -> None:

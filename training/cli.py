@@ -22,7 +22,7 @@ examples:
   trimode-vlm train --config finetune --model MODEL --data train.jsonl --out runs/mine --check
   trimode-vlm train --config my.yaml --lr 2e-6
   trimode-vlm train --config my.yaml --estimate --gpus 8
-  deepspeed --num_gpus 8 -m trimode_vlm.training --config my.yaml --deepspeed zero2
+  deepspeed --num_gpus 8 --module trimode_vlm.training --config my.yaml --deepspeed zero2
   torchrun --nproc-per-node 8 -m trimode_vlm.training --config my.yaml --deepspeed zero3
   torchrun --nproc-per-node 2 -m trimode_vlm.training --config nano --out runs/nano
 """

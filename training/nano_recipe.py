@@ -25,6 +25,7 @@ from trimode_vlm.training.data import Encoded, StreamSource
 from trimode_vlm.training.nano_data import NanoMaker, build_processor, cell_word_ids, token_ids
 from trimode_vlm.training.nano_tokenizer import twin_token_ids
 from trimode_vlm.training.nano_vision import VisionTrainer, start_weights
+from trimode_vlm.training.presets import deepspeed_config, zero_stage
 from trimode_vlm.training.settings import check_known, check_range
 from trimode_vlm.training.tasks import TASKS
 from trimode_vlm.training.train_settings import TrainSettings, check_unchanged
@@ -59,6 +60,8 @@ class TextStage(TrainSettings):
 class NanoSettings:
     """All settings of the nano recipe; `model` overrides fields of the preset, `out` is the run's folder.
 
+    deepspeed: for all stages, see TrainSettings; up to ZeRO-2, since a stage starts from the whole weights before it.
+
     allow_changed_settings: go on in a folder that was trained with other settings, for instance with other tasks.
     """
 
@@ -71,11 +74,14 @@ class NanoSettings:
     ar: TextStage = field(default_factory=TextStage)
     joint: TextStage = field(default_factory=TextStage)
     control: bool = False
+    deepspeed: str | None = None
     allow_changed_settings: bool = False
 
     def __post_init__(self) -> None:
         check_known(self, recipe=("nano",))
         check_range(self, 1, math.inf, "threads")
+        if zero_stage(deepspeed_config(self.deepspeed)) > 2:
+            raise ValueError("deepspeed: the nano recipe takes ZeRO 0 to 2, each stage starts from whole weights")
 
 
 def run(settings: NanoSettings) -> Path:
@@ -117,10 +123,11 @@ def run(settings: NanoSettings) -> Path:
 
 def stage_settings(settings: NanoSettings, name: str, steps: int | None = None) -> TrainSettings:
     """One stage's settings with the run's seed; control's are joint's with alpha 0."""
-    stages = {"vision": settings.vision, "ar": settings.ar, "joint": settings.joint}
+    of_run = {"seed": settings.seed, "deepspeed": settings.deepspeed}
     if name == "control":
-        return replace(settings.joint, seed=settings.seed, alpha=0.0, steps=steps or settings.joint.steps)
-    return replace(stages[name], seed=settings.seed)
+        return replace(settings.joint, alpha=0.0, steps=steps or settings.joint.steps, **of_run)
+    stages: dict[str, TrainSettings] = {"vision": settings.vision, "ar": settings.ar, "joint": settings.joint}
+    return replace(stages[name], **of_run)
 
 
 def check_folder(settings: NanoSettings, own: dict[str, Any]) -> None:

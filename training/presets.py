@@ -38,3 +38,13 @@ def offloads_optimizer(config: dict[str, Any] | None) -> bool:
     """Whether the optimizer's state lies on the CPU or on NVMe."""
     offload = (config or {}).get("zero_optimization", {}).get("offload_optimizer", {})
     return offload.get("device", "none") != "none"
+
+
+def without_shared_memory_op() -> None:
+    """Keep DeepSpeed from compiling its CPU collective at the first run (minutes); gloo does the same work."""
+    import deepspeed.ops
+
+    # A private table: without it nothing is lost but the minutes.
+    ops = getattr(deepspeed.ops, "__compatible_ops__", {})
+    if "deepspeed_shm_comm" in ops:
+        ops["deepspeed_shm_comm"] = False

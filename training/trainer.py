@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
+from trimode_vlm.model import num_sizes
 from trimode_vlm.training import distributed, saves
 from trimode_vlm.training.arguments import training_arguments
 from trimode_vlm.training.callbacks import LogFile, LossCurves, StallWatch, TrainingProgress, install
@@ -26,8 +27,8 @@ from trimode_vlm.training.collate import Batch, dummy_batch
 from trimode_vlm.training.data import Source
 from trimode_vlm.training.objective import Counts, combine, tri_mode_terms
 from trimode_vlm.training.optimizers import load_optimizer_tensors, make_optimizer, optimizer_tensors
-from trimode_vlm.training.parts import parameter_groups
-from trimode_vlm.training.presets import deepspeed_config, offloads_optimizer, zero_stage
+from trimode_vlm.training.parts import parameter_groups, part_of
+from trimode_vlm.training.presets import deepspeed_config, offloads_optimizer, without_shared_memory_op, zero_stage
 from trimode_vlm.training.progress import last, metrics_from
 from trimode_vlm.training.steps import MakeBatches, Steps, noise_token_ids
 from trimode_vlm.training.train_settings import TrainSettings, check_unchanged
@@ -58,6 +59,8 @@ class TriModeTrainer(Trainer):
         self.allow_changed = False
         self.first_step = 0
         self._window = _Window()
+        if settings.deepspeed and distributed.use_cpu():
+            without_shared_memory_op()
         super().__init__(
             model,
             training_arguments(settings, self.folder, evaluates=eval_source is not None),
@@ -95,13 +98,13 @@ class TriModeTrainer(Trainer):
         self.stall.running(_sample_names(inputs))
         model.train()
         alpha = self.settings.alpha_at(self.state.global_step)
-        counts, num_batches = self._agree(inputs)
+        counts, tower_calls = self._agree(inputs)
         sums = torch.zeros(4, dtype=torch.float64)
-        for number, batch in enumerate(_fill_up(inputs, num_batches)):
-            is_last = number == num_batches - 1
+        for number, batch in enumerate(_fill_up(inputs, len(tower_calls))):
+            is_last = number == len(tower_calls) - 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last or self.is_deepspeed_enabled else self.accelerator.no_sync(model):
-                terms = self.terms(model, batch)
+                terms = self.terms(model, batch, tower_calls[number])
                 loss = combine(terms[0], terms[1], counts, alpha=alpha, averaging=self.settings.averaging)
                 # Gradients are averaged over ranks, the objective is a sum over them.
                 scale = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
@@ -115,7 +118,7 @@ class TriModeTrainer(Trainer):
         self._window.add(sums, counts)
         return combine(sums[0], sums[1], counts, alpha=alpha, averaging=self.settings.averaging).to(self.args.device)
 
-    def terms(self, model: nn.Module, batch: Batch) -> Tensor:
+    def terms(self, model: nn.Module, batch: Batch, tower_calls: int = 0) -> Tensor:
         """AR sum, diffusion sum, AR hits and masked hits of one micro-batch [4]: one pass for both streams."""
         batch = batch.to(self.args.device)
 
@@ -141,18 +144,30 @@ class TriModeTrainer(Trainer):
                 image_sizes=batch.image_sizes,
                 pattern=batch.pattern(),
                 objective=objective,
+                tower_calls=tower_calls,
             )
 
-    def _agree(self, batches: Sequence[Batch]) -> tuple[Counts, int]:
-        """The step's counts over all ranks, and the most micro-batches that a rank has."""
+    def _agree(self, batches: Sequence[Batch]) -> tuple[Counts, list[int]]:
+        """The step's counts over all ranks; and how often each micro-batch runs the tower, for as many as any rank has.
+
+        DDP and ZeRO share the gradients of the tower, so where it learns it runs for a batch without images as well;
+        ZeRO-3 gathers its weights anew in each run, so there every rank must run it as often as the others.
+        """
         local = sum((batch.counts for batch in batches), Counts())
         num_tokens = sum(float((batch.document >= 0).sum()) for batch in batches)
         values = torch.tensor([*asdict(local).values(), num_tokens], dtype=torch.float64)
         *total, num_tokens = distributed.reduce_(values, self.args.device).tolist()
-        most = distributed.reduce_(torch.tensor(float(len(batches))), self.args.device, "max")
         counts = Counts(**dict(zip(asdict(local), total, strict=True)))
         self._window.tokens += num_tokens
-        return counts, max(int(most), 1)
+        most = int(distributed.reduce_(torch.tensor(max(len(batches), 1)), self.args.device, "max"))
+        if zero_stage(deepspeed_config(self.settings.deepspeed)) < 3:
+            return counts, [int(self._tower_learns)] * most
+        runs = [num_sizes(batch.pixel_values, batch.image_sizes) for batch in batches] + [0] * (most - len(batches))
+        return counts, distributed.reduce_(torch.tensor(runs), self.args.device, "max").tolist()
+
+    @property
+    def _tower_learns(self) -> bool:
+        return any(p.requires_grad and part_of(name) in ("vision", "projector") for name, p in self._named)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
         norm = super()._get_grad_norm(model, grad_norm)
@@ -196,12 +211,12 @@ class TriModeTrainer(Trainer):
         while True:
             samples = make.source.draw(step, make.rank, make.world)
             batches = make.cut([sample for sample in samples if sample.epoch == 0], last_step)
-            counts, num_batches = self._agree(batches)
+            counts, tower_calls = self._agree(batches)
             if not counts.num_sequences:
                 break
             sums = torch.zeros(4, dtype=torch.float64)
-            for batch in _fill_up(batches, num_batches):
-                sums += self.terms(model, batch).double().cpu()
+            for batch, runs in zip(_fill_up(batches, len(tower_calls)), tower_calls, strict=True):
+                sums += self.terms(model, batch, runs).double().cpu()
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             self._window.add(distributed.reduce_(sums, self.args.device), counts)
             step += 1

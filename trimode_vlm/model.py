@@ -79,6 +79,7 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         objective: Callable[[Tensor, nn.Module], Any] | None = None,
+        tower_calls: int = 0,
         **kwargs: Any,
     ) -> Any:
         """The plain causal forward, unless another `pattern` is given.
@@ -98,7 +99,7 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         if inputs_embeds is None:
             if input_ids is None:
                 raise ValueError("forward needs input_ids or inputs_embeds")
-            inputs_embeds = self.embed(input_ids, pixel_values, image_sizes)
+            inputs_embeds = self.embed(input_ids, pixel_values, image_sizes, tower_calls)
         B, T, _ = inputs_embeds.shape
         valid = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
         if valid is not None and cache is not None:
@@ -125,34 +126,36 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         """The backbone alone: [B, T, D] -> [B, T, D]; apply `diffusion_head` to the positions that need logits."""
         return self.encoder(inputs_embeds, position_ids, pattern, cache)
 
-    def embed(self, input_ids: Tensor, pixel_values: Tensor | None = None, image_sizes: Tensor | None = None) -> Tensor:
+    def embed(
+        self,
+        input_ids: Tensor,
+        pixel_values: Tensor | None = None,
+        image_sizes: Tensor | None = None,
+        tower_calls: int = 0,
+    ) -> Tensor:
         """Token embeddings [B, T, D], with image features in place of the image tokens.
+
+        tower_calls: run the tower at least so often (it runs once for each size of image), on a blank where there is
+        no image; the result does not change.
 
         Raises:
             ValueError: the number of image tokens differs from the number of image features.
         """
         embeds = self.encoder.embed_tokens(input_ids)
+        if pixel_values is not None:
+            tower_calls -= num_sizes(pixel_values, image_sizes)
+        if tower_calls > 0:
+            embeds = embeds + self._idle_tower(tower_calls)
         if pixel_values is None:
-            return embeds + self._idle_tower() if self.training and self._tower_learns else embeds
+            return embeds
         features = torch.cat(self.encode_images(pixel_values, image_sizes)).to(embeds.dtype)
         return self.place(embeds, input_ids, features)
 
-    @property
-    def _tower_learns(self) -> bool:
-        if self.config.vision_config is None:
-            return False
-        parameters = [*self.encoder.vision_tower.parameters(), *self.encoder.multi_modal_projector.parameters()]
-        # ZeRO-3 (whose parameters have a ds_id) gathers frozen ones as well, on all ranks or on none.
-        return any(p.requires_grad or hasattr(p, "ds_id") for p in parameters)
-
-    def _idle_tower(self) -> Tensor:
-        """Zero, by way of the tower: a batch without images takes part in what other ranks do with theirs.
-
-        Otherwise gloo aborts and NCCL hangs, since only some ranks would have gradients of the tower to share.
-        """
+    def _idle_tower(self, times: int) -> Tensor:
+        """Zero, by way of the tower, so that a batch without images takes part in what others do with theirs."""
         cell = self.config.vision_config.patch_size * self.config.spatial_merge_size
         blank = torch.zeros(1, 3, cell, cell, device=self.device)
-        return 0.0 * self.encode_images(blank)[0].sum()
+        return 0.0 * torch.stack([self.encode_images(blank)[0].sum() for _ in range(times)]).sum()
 
     def place(self, embeds: Tensor, input_ids: Tensor, features: Tensor) -> Tensor:
         """Put image features [sum of N, D], in order, where `input_ids` has image tokens."""
@@ -173,9 +176,7 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         """
         if self.config.vision_config is None:
             raise ValueError("this model is text only (its config has no vision_config): it takes no images")
-        if image_sizes is None:
-            image_sizes = torch.tensor([pixel_values.shape[-2:]] * len(pixel_values))
-        sizes = [(int(h), int(w)) for h, w in image_sizes.tolist()]
+        sizes = sizes_of(pixel_values, image_sizes)
         stride = self.config.vision_config.patch_size
         features: list[Tensor | None] = [None] * len(sizes)
         for height, width in dict.fromkeys(sizes):
@@ -185,6 +186,18 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
             for row, feature in zip(rows, merged, strict=True):
                 features[row] = feature
         return features  # type: ignore[return-value]
+
+
+def sizes_of(pixel_values: Tensor, image_sizes: Tensor | None) -> list[tuple[int, int]]:
+    """(height, width) of each image in pixels; without image_sizes all fill the tensor."""
+    if image_sizes is None:
+        return [(pixel_values.shape[-2], pixel_values.shape[-1])] * len(pixel_values)
+    return [(int(height), int(width)) for height, width in image_sizes.tolist()]
+
+
+def num_sizes(pixel_values: Tensor | None, image_sizes: Tensor | None) -> int:
+    """How many sizes the images have, which is how often the tower runs for them."""
+    return 0 if pixel_values is None else len(set(sizes_of(pixel_values, image_sizes)))
 
 
 def make_vision_tower(config: TriModeConfig) -> PixtralEncoder | TimmEncoder:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from transformers import (
 
 from trimode_vlm import TriModeProcessor, TriModeVLM, load
 from trimode_vlm.checkpoints import convert
+from trimode_vlm.cli import main
 
 MINISTRAL_SPECIALS = {0: "<pad>", 1: "<s>", 2: "</s>", IMG: "[IMG]", 12: "[IMG_BREAK]", 13: "[IMG_END]"}
 MINISTRAL_SPECIALS |= {i: f"<SPECIAL_{i}>" for i in (14, 15, 100, 101)}
@@ -154,14 +156,40 @@ def test_auto_classes_and_pipeline(ministral_folder: Path, tmp_path: Path) -> No
     assert out[0]["generated_text"].split() == answer.split() and len(answer.split()) > 1
 
 
-def test_released_start_token_has_no_pixtral_processor(ministral_folder: Path, tmp_path: Path) -> None:
-    """A layout with a start token cannot be said in Ministral's processor: said aloud, and only the tokenizer goes."""
+def test_nano_for_transformers_alone(tmp_path: Path) -> None:
+    """A layout with a start token, which PixtralProcessor does not know: the converted chat template writes it."""
+    folder = convert("nano", tmp_path / "nano", to="ministral3")
+    theirs, ours = AutoProcessor.from_pretrained(folder), load("nano")[1]
+    assert isinstance(theirs, PixtralProcessor)
+    parts = [{"type": "image", "image": picture(84, 112)}, {"type": "text", "text": "What?"}]
+    parts += [{"type": "image", "image": picture(28, 28)}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A grid."}, *MESSAGES[:1]]
+    options = dict(add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    mine, other = (processor.apply_chat_template(messages, **options) for processor in (ours, theirs))
+    assert ours.image_start_token in ours.decode(mine["input_ids"][0])
+    assert mine["input_ids"].tolist() == other["input_ids"].tolist()
+    assert mine["image_sizes"].tolist() == other["image_sizes"].tolist()
+    options = {"max_new_tokens": 4, "do_sample": False}
+    answer = AutoModelForImageTextToText.from_pretrained(folder).generate(**mine, **options)
+    assert answer.tolist() == load("nano")[0].generate(**mine, mode="ar", **options).sequences.tolist()
+    assert load(folder)[1].apply_chat_template(messages, tokenize=True).tolist() == mine["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("change", ["template", "layout"])
+def test_what_a_pixtral_processor_cannot_say(ministral_folder: Path, tmp_path: Path, change: str, capsys: Any) -> None:
+    """A start token that the template cannot be made to write, or a break behind the last row: said in one line."""
     ours = convert(ministral_folder, tmp_path / "ours")
     config = json.loads((ours / "processor_config.json").read_text())
-    (ours / "processor_config.json").write_text(json.dumps(config | {"image_start_token": "<SPECIAL_14>"}))
-    with pytest.warns(UserWarning, match="no processor was written"):
-        back = convert(ours, tmp_path / "back", to="ministral3")
-    assert (back / "tokenizer.json").is_file() and not (back / "processor_config.json").exists()
+    config |= {"image_start_token": "<SPECIAL_14>"} if change == "template" else {"break_after_last": True}
+    (ours / "processor_config.json").write_text(json.dumps(config))
+    (ours / "chat_template.jinja").write_text(TEMPLATE.replace("[IMG]", "{{ '[IM' + 'G]' }}"))
+    assert main(["convert", str(ours), str(tmp_path / "back"), "--to", "ministral3"]) == 0
+    written = capsys.readouterr()
+    assert written.out == f"{tmp_path / 'back'}\n"
+    [line] = [line for line in written.err.splitlines() if not line.startswith("settings: ")]
+    assert line.startswith("processor: none, since PixtralProcessor cannot say this image layout")
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+    assert not (tmp_path / "back" / "processor_config.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -254,6 +282,7 @@ def test_timm_tower(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
+from typing import Any
 from trimode_vlm import load
 
 def peak_bytes():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from pathlib import Path
 
 from trimode_vlm.cli import UsageError, check_dtype, nearest, print_settings
@@ -15,7 +17,9 @@ EXAMPLES = """examples:
 layouts:
   trimode     ours: the released names, with our config
   nld         as released by Nemotron-Labs-Diffusion
-  ministral3  Mistral3ForConditionalGeneration, or Ministral3ForCausalLM without images
+  ministral3  Mistral3ForConditionalGeneration, or Ministral3ForCausalLM without images; with transformers'
+              PixtralProcessor where it can say the image layout (it has no start token of its own, so that the chat
+              template writes it); it resizes pictures by its own rule
   llama       LlamaForCausalLM, where its architecture can hold the model
 """
 # Kept here too so that a wrong one is refused before torch is imported. A test compares it with the library's.
@@ -47,5 +51,16 @@ def run(args: argparse.Namespace) -> int:
 
     size = args.max_shard_size
     folder = convert(args.source, args.target, args.to, args.dtype, args.overwrite, max_shard_size=size)
+    if args.to == "ministral3" and (folder / "tokenizer.json").is_file():
+        print(f"processor: {processor_of(folder)}", file=sys.stderr)
     print(folder)
     return 0
+
+
+def processor_of(folder: Path) -> str:
+    """In words, the processor that a converted Ministral-3 folder holds."""
+    if (folder / "processor_config.json").is_file():
+        return "PixtralProcessor, which resizes pictures by its own rule"
+    if "vision_config" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+        return "none, since PixtralProcessor cannot say this image layout or chat template; the tokenizer is there"
+    return "none, for text the tokenizer is enough"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +128,12 @@ def save_companions(folder: Path, target: Path, config: TriModeConfig, layout: s
 
 
 def _save_pixtral_processor(processor: Any, target: Path) -> None:
-    """transformers' processor for Ministral-3, where it can say the same image layout."""
-    if processor.layout is None or processor.image_start_token or not processor.image_end_token:
-        warnings.warn(
-            "no processor was written: a PixtralProcessor cannot hold this image layout (it has no start token)",
-            stacklevel=4,
-        )
+    """transformers' processor for Ministral-3, where it can say the same image layout; else nothing is written.
+
+    It knows no start token: where the layout has one, the chat template is made to write it before every image.
+    """
+    layout = processor.layout
+    if layout is None or layout.row_break is None or layout.end is None or layout.break_after_last:
         return
     from transformers import PixtralImageProcessor, PixtralProcessor
 
@@ -145,16 +144,40 @@ def _save_pixtral_processor(processor: Any, target: Path) -> None:
         image_mean=images.image_mean,
         image_std=images.image_std,
     )
-    PixtralProcessor(
+    theirs = PixtralProcessor(
         image_processor,
         processor.tokenizer,
         patch_size=images.patch_size,
         spatial_merge_size=images.spatial_merge_size,
-        chat_template=processor.chat_template,
+        chat_template=_with_start_token(processor),
         image_token=processor.image_token,
         image_break_token=processor.image_break_token,
         image_end_token=processor.image_end_token,
-    ).save_pretrained(target)
+    )
+    if layout.start is None or _agree(processor, theirs):
+        theirs.save_pretrained(target)
+
+
+def _with_start_token(processor: Any) -> Any:
+    """The chat template, with the start token before each image token that its text holds."""
+    template, start, image = processor.chat_template, processor.image_start_token, processor.image_token
+    if not start or not isinstance(template, str):
+        return template
+    return template.replace(start + image, image).replace(image, start + image)
+
+
+def _agree(ours: Any, theirs: Any) -> bool:
+    """Whether two processors make the same ids of a chat with two pictures."""
+    if ours.chat_template is None:
+        return False
+    from PIL import Image
+
+    cell = ours.image_processor.cell
+    parts = [{"type": "image", "image": Image.new("RGB", (columns * cell, 2 * cell))} for columns in (3, 1)]
+    chat = [{"role": "user", "content": [parts[0], {"type": "text", "text": "What is it?"}, parts[1]]}]
+    options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    mine, other = (p.apply_chat_template(chat, **options, return_tensors="pt")["input_ids"] for p in (ours, theirs))
+    return mine.tolist() == other.tolist()
 
 
 def _has_own_processor(folder: Path) -> bool:

@@ -83,7 +83,6 @@ class TrainingProgress(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.began, self.first_step, self.num_evaluated = self.clock(), state.global_step, 0
-        self.first_tokens = progress.tokens_so_far(state.log_history, state.num_input_tokens_seen) or 0
         if self.first_step:
             self._write(f"{self.name}: resumed at step {self.first_step:,} of {state.max_steps:,}")
         if self.stream.isatty():
@@ -125,7 +124,6 @@ class TrainingProgress(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-        num_tokens = progress.tokens_so_far(state.log_history, state.num_input_tokens_seen)
         best_name = args.metric_for_best_model or "loss"
         text = progress.summary(
             state.log_history,
@@ -133,8 +131,6 @@ class TrainingProgress(TrainerCallback):
             first_step=self.first_step,
             seconds=self.clock() - self.began,
             folder=str(self.folder),
-            num_tokens=num_tokens,
-            session_tokens=None if num_tokens is None else num_tokens - self.first_tokens,
             best_name=best_name if best_name.startswith("eval_") else f"eval_{best_name}",
             greater_is_better=bool(args.greater_is_better),
         )
@@ -191,8 +187,7 @@ class SampleGenerations(TrainerCallback):
     """Answers a few prompts in every mode at each evaluation: to folder/generations.jsonl and a table on stderr.
 
     Rank 0 answers and the others go on to the next step, which is right for one process, DDP and ZeRO 0 to 2. Under
-    ZeRO 3 a rank holds a part of each weight only: either every rank answers (`every_rank`), or `gathered()` is a
-    context, entered on every rank, in which rank 0 has whole weights and no DeepSpeed hook runs.
+    ZeRO 3 a rank holds a part of each weight only and each forward gathers them: every rank answers, rank 0 writes.
     """
 
     def __init__(
@@ -205,14 +200,17 @@ class SampleGenerations(TrainerCallback):
         max_new_tokens: int = 256,
         buckets: Sequence[int] = generations.DEFAULT_BUCKETS,
         gathered: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        every_rank: bool = False,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """beat: called after each answer; give StallWatch.beat, so that slow answers do not pass for a stall."""
+        """Check the modes.
+
+        gathered: a context that every rank enters around the answers. beat: called after each answer; give
+        StallWatch.beat, so that slow answers do not pass for a stall.
+        """
         self.log = RunLog(Path(folder) / GENERATIONS_NAME)
         self.prompts, self.processor, self.modes = list(prompts), processor, generations.known_modes(modes)
         self.max_new_tokens, self.buckets = max_new_tokens, tuple(buckets)
-        self.gathered, self.every_rank, self.beat = gathered, every_rank, beat
+        self.gathered, self.beat = gathered, beat
         self.has_begun = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -225,7 +223,7 @@ class SampleGenerations(TrainerCallback):
             return
         is_main = state.is_world_process_zero
         with self.gathered():
-            if not (is_main or self.every_rank):
+            if not (is_main or generations.is_partitioned(model)):
                 return
             record = generations.generate_all(
                 model,

@@ -114,6 +114,14 @@ def generate_all(
     return {"answers": answers, "totals": totals}
 
 
+def is_partitioned(model: nn.Module) -> bool:
+    """True under ZeRO 3, where each rank holds a part of every weight and a forward is a collective of all ranks.
+
+    Gathering the weights for one rank does not help: DeepSpeed's hooks split them again after the first module.
+    """
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[Any]:
     """The tri-mode model inside the wrappers of DDP, DeepSpeed and PEFT, in eval mode; its flags come back after it."""

@@ -14,8 +14,6 @@ Logs = Mapping[str, Any]
 SHOWN = {"ar_loss": "AR", "diff_loss": "diffusion", "masked_accuracy": "masked accuracy"}
 """The metrics of the progress line, with their short names."""
 
-_EVAL_TIMING = ("_runtime", "_samples_per_second", "_steps_per_second", "_model_preparation_time")
-
 
 def metrics_from(
     sums: Sequence[float], counts: Counts, seconds: float, *, averaging: str = "tokens", num_tokens: float = 0.0
@@ -68,8 +66,8 @@ def progress_line(name: str, step: int, total: int, first: int, elapsed_sec: flo
 
 
 def evaluation_line(step: int, logs: Logs) -> str:
-    """One line of the evaluation's metrics, its timings left out."""
-    names = [name for name in logs if name.startswith("eval_") and not name.endswith(_EVAL_TIMING)]
+    """One line of the evaluation's losses and accuracies, its counts and timings left out."""
+    names = [name for name in logs if name.startswith("eval_") and name.endswith(("loss", "accuracy"))]
     return f"step {step}: " + ", ".join(f"{name} {logs[name]:.4g}" for name in names)
 
 
@@ -85,9 +83,17 @@ def best(history: Sequence[Logs], name: str, greater_is_better: bool = False) ->
     return min(found, key=lambda pair: sign * pair[0], default=None)
 
 
-def tokens_so_far(history: Sequence[Logs], counted: float = 0) -> float | None:
-    """Tokens of the whole run: transformers' own counter where it is used, else the logged `tokens_seen`, else None."""
-    return counted or last(history, "tokens_seen")
+def training_speed(history: Sequence[Logs], first_step: int) -> float | None:
+    """Tokens per second of the logged steps behind first_step, evaluations and saves left out; None if not logged."""
+    tokens = seconds = before = 0.0
+    for entry in history:
+        if "tokens_seen" not in entry:
+            continue
+        if entry["step"] > first_step and entry.get("tokens_per_sec"):
+            tokens += entry["tokens_seen"] - before
+            seconds += (entry["tokens_seen"] - before) / entry["tokens_per_sec"]
+        before = entry["tokens_seen"]
+    return tokens / seconds if seconds else None
 
 
 def summary(
@@ -97,25 +103,20 @@ def summary(
     first_step: int,
     seconds: float,
     folder: str,
-    num_tokens: float | None = None,
-    session_tokens: float | None = None,
     best_name: str = "eval_loss",
     greater_is_better: bool = False,
 ) -> str:
     """The lines at the end of a run, from transformers' state.log_history.
 
-    first_step: where this session began. seconds: wall time of this session, session_tokens its tokens, num_tokens
-    those of the whole run (None: nobody counted). Samples are the logged `samples_seen`.
+    first_step: where this session began. seconds: its wall time, with evaluations and saves. Samples and tokens are
+    those of the whole run, the logged `samples_seen` and `tokens_seen`.
     """
     counts = [f"{step:,} steps" if first_step == 0 else f"{step:,} steps ({step - first_step:,} in this session)"]
-    counts += [
-        f"{value:,.0f} {name}"
-        for name, value in (("samples", last(history, "samples_seen")), ("tokens", num_tokens))
-        if value is not None
-    ]
+    totals = ((name, last(history, f"{name}_seen")) for name in ("samples", "tokens"))
+    counts += [f"{value:,.0f} {name}" for name, value in totals if value is not None]
     counts.append(f"wall time {tqdm.format_interval(seconds)}")
-    if session_tokens is not None and seconds > 0:
-        counts.append(f"{session_tokens / seconds:,.0f} tokens/s")
+    if (speed := training_speed(history, first_step)) is not None:
+        counts.append(f"{speed:,.0f} tokens/s in training steps")
     newest = {name: value for name in (*SHOWN, "loss") if (value := last(history, name)) is not None}
     lines = [f"trained: {', '.join(counts)}", f"  last: {losses_text(newest) or 'no loss was logged'}"]
     if (found := best(history, best_name, greater_is_better)) is not None:

@@ -512,7 +512,8 @@ def test_4bit_without_bitsandbytes_or_cuda_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(quantize, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     expected = "4-bit weights need the bitsandbytes package and a CUDA device, not found here: leave quantize out"
-    for ask in (lambda: LoraSettings(quantize="4bit"), lambda: trimode_vlm.load("nano", quantize="4bit")):
+    lora = LoraSettings(quantize="4bit")
+    for ask in (lambda: add_lora(make_tiny_model(), lora), lambda: trimode_vlm.load("nano", quantize="4bit")):
         with pytest.raises(ValueError) as error:
             ask()
         assert str(error.value) == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trimode_vlm.checkpoints import NANO
-from trimode_vlm.quantize import check_quantize, quantize_4bit
+from trimode_vlm.quantize import quantize_4bit
 from trimode_vlm.training.parts import MODULES, PARTS, check_parts, hold_statistics, part_of
 from trimode_vlm.training.settings import check_range
 
@@ -27,7 +27,6 @@ class LoraSettings:
     parts: where targets are looked for. targets: the last name of a layer ("q_proj", in every layer of `parts`), or its
     whole name from the start, * for one step of it ("encoder.layers.*.self_attn.q_proj").
     quantize: "4bit" keeps the frozen text layers in 4 bits (QLoRA).
-    Raises ValueError for a wrong setting, and for 4 bits where there is no bitsandbytes or no CUDA device.
     """
 
     rank: int = 16
@@ -46,8 +45,8 @@ class LoraSettings:
             raise ValueError("targets must name at least one layer")
         if unknown := [part for part in self.parts if part not in PARTS]:
             raise ValueError(f"parts must be among {', '.join(PARTS)}, got {unknown[0]!r}")
-        if self.quantize is not None:
-            check_quantize(self.quantize)
+        if self.quantize not in (None, "4bit"):
+            raise ValueError(f"quantize must be '4bit' or left out, got {self.quantize!r}")
 
 
 def lora_layers(model: nn.Module, lora: LoraSettings) -> list[str]:
@@ -57,7 +56,11 @@ def lora_layers(model: nn.Module, lora: LoraSettings) -> list[str]:
         ValueError: a target that matches nothing in `lora.parts`, with what is near; a tied head.
     """
     check_parts(model, lora.parts, "lora.parts")
-    linears = _linears(model)
+    return match_targets(_linears(model), lora, getattr(model.config, "tie_word_embeddings", False))
+
+
+def match_targets(linears: Sequence[str], lora: LoraSettings, is_tied: bool = False) -> list[str]:
+    """Those of these names that `lora` means; see `lora_layers`."""
     chosen = set()
     for target in lora.targets:
         found = [name for name in linears if _is_match(target, name)]
@@ -65,7 +68,7 @@ def lora_layers(model: nn.Module, lora: LoraSettings) -> list[str]:
         if not inside:
             raise ValueError(_nothing_matched(target, found, linears, lora.parts))
         chosen |= set(inside)
-    if "diffusion_head" in chosen and getattr(model.config, "tie_word_embeddings", False):
+    if "diffusion_head" in chosen and is_tied:
         raise ValueError("lora.targets: diffusion_head is tied to the embedding in this model, so it cannot take LoRA")
     return [name for name in linears if name in chosen]
 
@@ -162,7 +165,7 @@ def _pattern(layers: Collection[str], linears: Collection[str]) -> str:
     return "|".join(parts)
 
 
-def _nothing_matched(target: str, found: list[str], linears: list[str], parts: tuple[str, ...]) -> str:
+def _nothing_matched(target: str, found: Sequence[str], linears: Sequence[str], parts: tuple[str, ...]) -> str:
     where = ", ".join(parts)
     if found:
         others = ", ".join(dict.fromkeys(part_of(name) for name in found))

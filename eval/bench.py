@@ -1,5 +1,7 @@
 """`trimode-vlm bench decode`: how fast decoding is, beside its ceiling and beside transformers on the same weights.
 
+`bench train` stands in bench_train.py; both run, print and end alike.
+
 The ceiling comes first: no decoder of this model is faster per forward than the bare matrix products of its tokens, and
 no mode emits more tokens per forward than its block allows. The last line of stdout is one JSON document.
 """
@@ -24,10 +26,13 @@ EXAMPLES = """examples:
   trimode-vlm bench decode
   trimode-vlm bench decode --threads 1 --repeats 7 --json reports/decode.json
   trimode-vlm bench decode --quick
+  trimode-vlm bench train
 """
 BLOCK_LENGTHS = (1, 8, 16, 32)
 LONG_ANSWER_TOKENS = 200
 MODES = ("ar", "linear_spec", "diffusion")
+DEFAULTS = {"decode": {"new_tokens": 128, "samples": 8}, "train": {"samples": 4}}
+QUICK = {"decode": {"new_tokens": 8, "samples": 1}, "train": {"samples": 2}}
 # About 130M parameters: the size where, on a CPU, one token is bound by reading the weights.
 RANDOM_130M: dict[str, Any] = {
     "vocab_size": 32768,
@@ -43,13 +48,13 @@ RANDOM_130M: dict[str, Any] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `trimode-vlm bench`."""
     add = parser.add_argument
-    add("what", choices=["decode"], help="what to measure")
+    add("what", choices=list(DEFAULTS), help="what to measure")
     add("--model", default="nano", help="checkpoint that knows the held-out tasks (default: the shipped nano)")
     add("--threads", type=int, default=1, help="CPU threads (default 1)")
     add("--repeats", type=int, default=5, help="interleaved repetitions of every comparison (default 5)")
-    add("--new-tokens", type=int, default=128, help="tokens per AR answer in the comparisons (default 128)")
-    add("--samples", type=int, default=8, help="held-out answers of over 200 tokens to decode (default 8)")
-    add("--seed", type=int, default=0, help="which held-out samples (default 0)")
+    add("--new-tokens", type=int, help="decode only: tokens per AR answer in the comparisons (default 128)")
+    add("--samples", type=int, help="decode: held-out answers of over 200 tokens (default 8); train: rows (default 4)")
+    add("--seed", type=int, default=0, help="which held-out samples, or which random rows (default 0)")
     add("--json", metavar="FILE", help="also write the JSON document to this file")
     add("--quick", action="store_true", help="one repetition of everything, small sizes: shows that it runs, no more")
 
@@ -57,18 +62,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and end with the JSON document; returns the exit code."""
     check(args)
-    # Read when torch loads: set later, it would change nothing.
+    # Read when torch loads: set later, these would change nothing.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    if args.quick:
-        args.repeats, args.new_tokens, args.samples = 1, 8, 1
-    print_settings(vars(args))
-    with torch.inference_mode():
-        text = json.dumps(bench_decode(args))
+    print_settings({name: value for name, value in vars(args).items() if value is not None})
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    result: dict[str, Any] = {"settings": {**versions, "threads": args.threads, "repeats": args.repeats}}
+
+    def note(name: str, title: str, values: dict[str, Any]) -> None:
+        result[name] = values
+        report(title, values)
+
+    if args.what == "train":
+        from trimode_vlm.eval.bench_train import bench_train
+
+        bench_train(args, note)
+    else:
+        with torch.inference_mode():
+            bench_decode(args, note)
+    text = json.dumps(result)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -77,31 +95,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UsageError for what could not be measured, or not be written in the end."""
+    """Fill in the defaults; raise UsageError for what could not be measured, or not be written in the end."""
     for name in ("threads", "repeats", "new_tokens", "samples"):
         value = getattr(args, name)
-        if value < 1:
+        if value is not None and name in DEFAULTS["decode"] and name not in DEFAULTS[args.what]:
+            raise UsageError(f"--{name.replace('_', '-')} is nothing to bench {args.what}: leave it out")
+        if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if args.json is not None and (not Path(args.json).parent.is_dir() or Path(args.json).is_dir()):
         raise UsageError(f"--json {args.json}: not a file in a folder that exists")
+    if args.quick:
+        args.repeats = 1
+    for name, value in (QUICK if args.quick else DEFAULTS)[args.what].items():
+        if args.quick or getattr(args, name) is None:
+            setattr(args, name, value)
 
 
-def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
-    """All comparisons of `bench decode` as one document; prints each as it is measured."""
-    import torch
-    import transformers
-
+def bench_decode(args: argparse.Namespace, note: Callable[[str, str, dict[str, Any]], None]) -> None:
+    """All comparisons of `bench decode`, each handed to `note(name, title, values)` as it is measured."""
     import trimode_vlm
 
     model, processor = trimode_vlm.load(args.model)
     prompts = long_prompts(processor, args.samples, args.seed)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result: dict[str, Any] = {"settings": {**versions, "threads": args.threads, "repeats": args.repeats}}
-
-    def note(name: str, title: str, values: dict[str, Any]) -> None:
-        result[name] = values
-        report(title, values)
-
     note("ceiling", "the ceiling", ceiling(model, args.repeats))
     title = "AR against transformers' generate on the same weights and the same prompt with its picture"
     note("model_ar", title, compare_with_transformers(model, prompts[0], args.repeats, args.new_tokens))
@@ -111,7 +126,6 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
     note("long_answers", title, compare_modes(model, prompts, args.repeats))
     title = "one cached forward by block length"
     note("cost_by_block_length", title, cost_by_block_length(model, prompts[0], args.repeats))
-    return result
 
 
 def ceiling(model: Any, repeats: int) -> dict[str, Any]:

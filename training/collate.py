@@ -59,6 +59,7 @@ class Batch:
 
     pixel_values [n, 3, Hmax, Wmax] and image_sizes [n, 2] (height, width) hold all rows' images in order, or None; an
     image whose tokens stand in both halves (noisy_stream="all") is there twice. sequence numbers the samples.
+    sample_names: what messages call them.
     is_plain: one document a row and no noisy token, so that plain causal attention is exact.
     """
 
@@ -75,6 +76,7 @@ class Batch:
     pixel_values: Tensor | None
     image_sizes: Tensor | None
     sample_ids: tuple[int, ...]
+    sample_names: tuple[str, ...] = ()
     is_plain: bool = False
 
     @property
@@ -112,7 +114,8 @@ def lay_out(sample: Encoded, noise: NoiseSettings) -> DualStream:
     loss_mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
     is_vision = torch.isin(input_ids, torch.tensor(noise.vision_token_ids, dtype=torch.long))
     if bool((loss_mask & is_vision).any()):
-        raise ValueError(f"sample {sample.sample_id}: an image token lies inside a supervised span")
+        name = sample.name or f"sample {sample.sample_id}"
+        raise ValueError(f"{name}: an image token lies inside a supervised span")
     if not noise.dual:
         return build_dual_stream(input_ids, loss_mask)
     if noise.response_padding not in RESPONSE_PADDINGS:
@@ -180,6 +183,7 @@ def collate(samples: Sequence[Encoded], rows: Sequence[DualStream], pad_token_id
         pixel_values=pixel_values,
         image_sizes=image_sizes,
         sample_ids=tuple(sample.sample_id for sample in samples),
+        sample_names=tuple(sample.name or str(sample.sample_id) for sample in samples),
         is_plain=num_documents == 1 and not bool(is_noisy.any()),
     )
 
@@ -191,7 +195,7 @@ def dummy_batch(pad_token_id: int = 0) -> Batch:
     """
     nothing = Encoded(sample_id=-1, input_ids=[pad_token_id] * 2, loss_mask=[False] * 2)
     row = build_dual_stream(torch.tensor(nothing.input_ids), torch.tensor(nothing.loss_mask))
-    return replace(collate([nothing], [row], pad_token_id), sample_ids=())
+    return replace(collate([nothing], [row], pad_token_id), sample_ids=(), sample_names=())
 
 
 def micro_batches(

@@ -209,12 +209,12 @@ def compare_attention(size: dict[str, int], repeats: int) -> dict[str, Any]:
     pattern, dense = attention_patterns(size)
     T, K = pattern.query_length, size["head_dim"]
     shapes = [(size["batch"], T, heads, K) for heads in (size["heads"], size["kv_heads"], size["kv_heads"])]
-    qkv = [torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes]
+    q, k, v = (torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes)
     grad_out = torch.randn(size["batch"], T, size["heads"] * K)
 
     def both_passes(pattern: Pattern) -> list[Tensor]:
-        out = attend(*qkv, pattern)
-        return [out.detach(), *torch.autograd.grad(out, qkv, grad_out)]
+        out = attend(q, k, v, pattern)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
 
     pairs = zip(both_passes(pattern), both_passes(dense), strict=True)
     difference = max(float((ours - reference).abs().max()) for ours, reference in pairs)

@@ -162,7 +162,9 @@ class _ScriptedEncoder(nn.Module):
         self.embed_tokens.weight.data[:, 0] = torch.arange(config.vocab_size)
         self.calls: list[tuple[list[list[int]], list[list[int]], list[list[bool]]]] = []
 
-    def forward(self, inputs_embeds: Tensor, position_ids: Tensor, pattern: Pattern, cache: Any = None) -> Tensor:
+    def forward(
+        self, inputs_embeds: Tensor, position_ids: Tensor, pattern: Pattern, cache: Any = None, lean: None = None
+    ) -> Tensor:
         B, T, D = inputs_embeds.shape
         sees = pattern.attn_mask.expand(B, 1, T, pattern.key_length)[:, 0]
         # The slot of a key is its position, with a cache and without one.

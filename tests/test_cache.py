@@ -14,13 +14,13 @@ def test_append_leaves_the_lengths_alone_and_truncate_forgets(tiny_text_model):
     cache = KVCache(config, 1, 16, torch.float32)
     shape = (1, config.num_key_value_heads, 3, config.head_dim)
     first, second = torch.randn(shape), torch.randn(shape)
-    cache.append(0, first, first, cache.offset)
+    cache.append(0, torch.cat((first, first), 1), cache.offset)
     assert cache.lengths == [0]
     cache.advance([3])
-    keys, _ = cache.append(0, second, second, cache.offset)
+    keys, _ = cache.append(0, torch.cat((second, second), 1), cache.offset)
     assert torch.equal(keys, torch.cat((first, second), 2)) and cache.lengths == [3]
     cache.truncate(1)
-    keys, _ = cache.append(0, second, second, cache.offset)
+    keys, _ = cache.append(0, torch.cat((second, second), 1), cache.offset)
     assert torch.equal(keys, torch.cat((first[:, :, :1], second), 2))
     with pytest.raises(AssertionError):
         cache.advance([100])

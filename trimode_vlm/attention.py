@@ -32,6 +32,7 @@ class Rotary:
         self.original_length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         self._inv_freq: Tensor | None = None
         self._scaling = 1.0
+        self._table: Tensor | None = None
 
     def _frequencies(self, device: torch.device) -> Tensor:
         if self._inv_freq is None or self._inv_freq.device != device:
@@ -56,6 +57,21 @@ class Rotary:
         steps = torch.floor(position_ids[:, None, :, None] / self.original_length)
         scale = 1 + self.beta * torch.log1p(steps)
         return (cos * scale).to(dtype), (sin * scale).to(dtype), cos.to(dtype), sin.to(dtype)
+
+    def table(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The pairs of positions 0, 1, ... looked up instead of computed: [2, length or more, 3, K].
+
+        First cos, then sin; at each position those of queries, of keys, and of values, which do not turn. Kept, and
+        grown by doubling.
+        """
+        table = self._table
+        if table is None or table.shape[1] < length or table.dtype != dtype or table.device != device:
+            positions = torch.arange(max(1024, 1 << (length - 1).bit_length()), device=device)
+            q_cos, q_sin, k_cos, k_sin = (pair[0, 0] for pair in self(positions[None], dtype))
+            cos = torch.stack((q_cos, k_cos, torch.ones_like(k_cos)), 1)
+            sin = torch.stack((q_sin, k_sin, torch.zeros_like(k_sin)), 1)
+            self._table = table = torch.stack((cos, sin))
+        return table
 
 
 def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PixtralVisionConfig
@@ -11,6 +14,9 @@ from .attention import Implementation, Rotary, attend, rotate
 from .cache import KVCache
 from .config import TriModeConfig
 from .patterns import Pattern
+
+if TYPE_CHECKING:
+    from .lean_forward import LeanForward
 
 IMPLEMENTATIONS: dict[str | None, Implementation] = {"flex_attention": "flex", "eager": "dense"}
 RotaryPairs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -38,9 +44,21 @@ class TextBackbone(nn.Module):
         return IMPLEMENTATIONS.get(getattr(self.config, "_attn_implementation", None), "sdpa")
 
     def forward(
-        self, inputs_embeds: Tensor, position_ids: Tensor, pattern: Pattern, cache: KVCache | None = None
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        pattern: Pattern,
+        cache: KVCache | None = None,
+        lean: LeanForward | None = None,
     ) -> Tensor:
-        """[B, T, D], [B, T] -> hidden states [B, T, D]. With a cache the new keys are written behind its lengths."""
+        """[B, T, D], [B, T] -> hidden states [B, T, D]. With a cache the new keys are written behind its lengths.
+
+        Args:
+            lean: computes the same without calling the layers' modules (lean_forward.py); decoding passes it.
+        """
+        if lean is not None:
+            assert cache is not None
+            return lean(inputs_embeds, position_ids, pattern, cache)
         rotary = self.rotary(position_ids, inputs_embeds.dtype)
         offset = cache.offset if cache is not None else 0
         implementation = self.implementation
@@ -101,7 +119,7 @@ class Attention(nn.Module):
         k_BGTK = rotate(self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2), k_cos, k_sin)
         v_BGTK = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         if cache is not None:
-            k_BGTK, v_BGTK = cache.append(self.index, k_BGTK, v_BGTK, offset)
+            k_BGTK, v_BGTK = cache.append(self.index, torch.cat((k_BGTK, v_BGTK), 1), offset)
         return self.o_proj(attend(q_BHTK, k_BGTK, v_BGTK, pattern, implementation))
 
 

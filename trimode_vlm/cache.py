@@ -19,18 +19,32 @@ class KVCache:
         self, config: TriModeConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         assert config.head_dim is not None
-        shape = (config.num_hidden_layers, batch, config.num_key_value_heads, capacity, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (config.num_hidden_layers, batch, 2 * config.num_key_value_heads, capacity, config.head_dim)
+        self._set_buffer(torch.zeros(shape, dtype=dtype, device=device))
         self.lengths: list[int] = [0] * batch
+
+    def _set_buffer(self, kv: Tensor) -> None:
+        """[layers, B, 2 G, capacity, K]: the keys of all heads, then their values; a layer writes both at once."""
+        self.kv = kv
+        self._layers = kv.unbind(0)
+
+    @property
+    def keys(self) -> Tensor:
+        """[layers, B, G, capacity, K]"""
+        return self.kv.chunk(2, 2)[0]
+
+    @property
+    def values(self) -> Tensor:
+        """[layers, B, G, capacity, K]"""
+        return self.kv.chunk(2, 2)[1]
 
     @property
     def batch(self) -> int:
-        return self.keys.shape[1]
+        return self.kv.shape[1]
 
     @property
     def capacity(self) -> int:
-        return self.keys.shape[3]
+        return self.kv.shape[3]
 
     @property
     def offset(self) -> int | Tensor:
@@ -38,21 +52,25 @@ class KVCache:
         first = self.lengths[0]
         if all(n == first for n in self.lengths):
             return first
-        return torch.tensor(self.lengths, device=self.keys.device)
+        return torch.tensor(self.lengths, device=self.kv.device)
 
-    def append(self, layer: int, k_BGTK: Tensor, v_BGTK: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Write T new slots behind each row's length; return views of all slots up to the longest row's end."""
-        keys, values, T = self.keys[layer], self.values[layer], k_BGTK.shape[2]
+    def append(self, layer: int, kv_BJTK: Tensor, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Write T new slots behind each row's length; return views of all slots up to the longest row's end.
+
+        Args:
+            kv_BJTK: the keys of all G heads, then their values: J = 2 G.
+        """
+        buffer, T = self._layers[layer], kv_BJTK.shape[2]
         if isinstance(offset, int):
-            keys[:, :, offset : offset + T] = k_BGTK
-            values[:, :, offset : offset + T] = v_BGTK
-            return keys[:, :, : offset + T], values[:, :, : offset + T]
-        slots = offset[:, None] + torch.arange(T, device=keys.device)
-        rows = torch.arange(self.batch, device=keys.device)[:, None]
-        keys[rows, :, slots] = k_BGTK.transpose(1, 2)
-        values[rows, :, slots] = v_BGTK.transpose(1, 2)
-        end = max(self.lengths) + T
-        return keys[:, :, :end], values[:, :, :end]
+            buffer.narrow(2, offset, T).copy_(kv_BJTK)
+            end = offset + T
+        else:
+            slots = offset[:, None] + torch.arange(T, device=buffer.device)
+            rows = torch.arange(self.batch, device=buffer.device)[:, None]
+            buffer[rows, :, slots] = kv_BJTK.transpose(1, 2)
+            end = max(self.lengths) + T
+        keys, values = buffer.narrow(2, 0, end).chunk(2, 1)
+        return keys, values
 
     def advance(self, counts: list[int]) -> None:
         """Keep the next counts[b] slots of each row."""
@@ -71,13 +89,11 @@ class KVCache:
         if capacity <= self.capacity:
             return
         pad = (0, 0, 0, max(capacity, self.capacity * 3 // 2) - self.capacity)
-        self.keys = torch.nn.functional.pad(self.keys, pad)
-        self.values = torch.nn.functional.pad(self.values, pad)
+        self._set_buffer(torch.nn.functional.pad(self.kv, pad))
 
     def select(self, rows: list[int]) -> KVCache:
         """A cache of the given rows only (a copy)."""
         kept = object.__new__(KVCache)
-        index = torch.tensor(rows, device=self.keys.device)
-        kept.keys, kept.values = self.keys.index_select(1, index), self.values.index_select(1, index)
+        kept._set_buffer(self.kv.index_select(1, torch.tensor(rows, device=self.kv.device)))
         kept.lengths = [self.lengths[r] for r in rows]
         return kept

@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 from .conversation import ConversationCache
 from .decoders import DECODERS, DecodeState, Step
 from .generation_config import TriModeGenerationConfig
+from .lean_forward import lean_forward
 from .prefill import Prompt, prefill, read_prompts
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ class Generation:
         if config.mode != "ar" and model.config.mask_token_id is None:
             raise ValueError(f"mode {config.mode!r} needs a mask token; this model's config has no mask_token_id")
         room = max(row.budget for row in self.rows) + settings.block_length
-        kv, logits = prefill(model, [r.prompt for r in self.rows], self.cache_in, room)
+        lean = lean_forward(model.encoder)
+        kv, logits = prefill(model, [r.prompt for r in self.rows], self.cache_in, room, lean)
         for row in self.rows:
             row.nfe_prefill = 1
         banned_ids = model.config.banned_ids(config.end_token_ids)
@@ -168,6 +170,7 @@ class Generation:
             settings,
             banned,
             self._process if self.processors else None,
+            lean,
         )
         if banned.numel():
             logits = logits.index_fill(-1, banned, float("-inf"))

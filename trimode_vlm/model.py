@@ -16,6 +16,7 @@ from .cache import KVCache
 from .config import TimmVisionConfig, TriModeConfig, TriModeTextConfig
 from .generate import TriModeGenerationMixin
 from .generation_config import TriModeGenerationConfig
+from .lean_forward import LeanForward
 from .model_inputs import positions
 from .patterns import Pattern, causal
 from .vision.encoder import PixtralEncoder
@@ -121,10 +122,15 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     def hidden(
-        self, inputs_embeds: Tensor, position_ids: Tensor, pattern: Pattern, cache: KVCache | None = None
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        pattern: Pattern,
+        cache: KVCache | None = None,
+        lean: LeanForward | None = None,
     ) -> Tensor:
         """The backbone alone: [B, T, D] -> [B, T, D]; apply `diffusion_head` to the positions that need logits."""
-        return self.encoder(inputs_embeds, position_ids, pattern, cache)
+        return self.encoder(inputs_embeds, position_ids, pattern, cache, lean)
 
     def embed(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .cache import KVCache
 from .conversation import ConversationCache, image_digest, image_spans
+from .lean_forward import LeanForward
 from .model_inputs import image_token_counts, positions
 from .patterns import causal
 from .vision.images import pad_pixels
@@ -99,7 +100,11 @@ def _share_images(model: TriModeVLM, prompts: list[Prompt], images: list[Tensor]
 
 
 def prefill(
-    model: TriModeVLM, prompts: list[Prompt], earlier: ConversationCache | None, room: int
+    model: TriModeVLM,
+    prompts: list[Prompt],
+    earlier: ConversationCache | None,
+    room: int,
+    lean: LeanForward | None = None,
 ) -> tuple[KVCache, Tensor]:
     """One causal forward of all prompts: the cache, and the logits [rows, V] behind each prompt's last token.
 
@@ -129,7 +134,7 @@ def prefill(
         features = torch.cat(model.encode_images(pad_pixels(images).to(device), sizes))
         embeds = model.place(embeds, ids_BT, features.to(embeds.dtype))
     position_ids = positions(len(prompts), T, held, None, device)
-    hidden = model.hidden(embeds, position_ids, causal(len(prompts), T, device, held), cache)
+    hidden = model.hidden(embeds, position_ids, causal(len(prompts), T, device, held), cache, lean)
     cache.advance(lengths.tolist())
     last = hidden[torch.arange(len(prompts), device=device), lengths - 1]
     return cache, model.diffusion_head(last)

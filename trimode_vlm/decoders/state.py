@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache
+from ..lean_forward import LeanForward
 from ..model_inputs import positions
 from ..patterns import Pattern, block, causal
 from ..sampling import SamplingParams
@@ -66,6 +67,7 @@ class DecodeState:
     settings: Settings
     banned: Tensor
     logits_hook: LogitsHook | None = None
+    lean: LeanForward | None = None
     finished: set[int] = field(default_factory=set)
     num_forwards: int = 0
 
@@ -93,7 +95,8 @@ class DecodeState:
         self.num_forwards += 1
         self.cache.reserve(max(self.cache.lengths) + T)
         position_ids = positions(B, T, self.cache.offset, None, ids_BT.device)
-        hidden = self.model.hidden(self.model.encoder.embed_tokens(ids_BT), position_ids, pattern, self.cache)
+        embeds = self.model.encoder.embed_tokens(ids_BT)
+        hidden = self.model.hidden(embeds, position_ids, pattern, self.cache, self.lean)
         logits = self.model.diffusion_head(hidden)
         return logits.index_fill(-1, self.banned, float("-inf")) if self.banned.numel() else logits
 

@@ -84,16 +84,14 @@ class Stream:
                 skip -= 1
 
     def _numbered(self, first: int) -> Iterator[tuple[int, str, Any]]:
+        numbered: Iterable[tuple[int, str, Any]]
         if isinstance(self.source, list):
-            items: Iterable[tuple[str, Any]] = (
-                (f"{path.name} row {row}", line) for path, row, line in stream_lines(self.source)
-            )
-            numbered = enumerate(items)
+            lines = enumerate(stream_lines(self.source))
+            numbered = ((index, f"{path.name} row {row}", line) for index, (path, row, line) in lines)
         else:
-            numbered = (
-                (first + i, (f"{self.label} row {first + i}", row)) for i, row in enumerate(self.source.skip(first))
-            )
-        for index, (name, row) in numbered:
+            rows = enumerate(self.source.skip(first), first)
+            numbered = ((index, f"{self.label} row {index}", row) for index, row in rows)
+        for index, name, row in numbered:
             if self.stop is not None and index >= self.stop:
                 return
             if index >= first:

@@ -301,7 +301,10 @@ def test_wrong_usage_is_one_line_and_exit_code_two(capsys):
 def test_smoke_recipe_makes_a_model_folder_and_resumes(tmp_path, capsys):
     command = ["--config", "nano-smoke", "--out", str(tmp_path), "--control", "true"]
     assert train(command) == 0
-    assert "alpha: 0.3" in capsys.readouterr().out
+    assert "control: true" in capsys.readouterr().out
+    assert build(NanoSettings, read_yaml(str(tmp_path / "settings.yaml"))) == build(
+        NanoSettings, read_yaml("nano-smoke"), {"out": str(tmp_path), "control": True}
+    )
     for folder in ("model", "control_model"):
         model, processor = trimode_vlm.load(tmp_path / folder)
         messages = make_sample("grid_cell", HELD_OUT_SEED).messages[:1]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
-from trimode_vlm.training.settings import build, make_folder, parse_overrides, read_yaml, resolved
+from trimode_vlm.training.settings import build, chosen, make_folder, parse_overrides, read_yaml, resolved
 
 USAGE = """usage: trimode-vlm train --config NAME_OR_FILE [--check | --estimate [--gpus N]] [--key value ...]
 
@@ -88,11 +90,18 @@ def read_settings(overrides: dict[str, Any]) -> Any:
 
 def run(settings: Any) -> int:
     """Train; every rank comes here."""
+    from transformers.utils import logging
+
     from trimode_vlm.training import distributed, finetune, nano_recipe
 
+    # Shards are written in a moment, and DeepSpeed calls what torch renames.
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     distributed.start()
     if distributed.rank() == 0:
-        print(resolved(settings), flush=True)
+        file = Path(settings.out) / "settings.yaml"
+        file.write_text(resolved(settings), encoding="utf-8")
+        print(f"{chosen(settings)}(all settings: {file})\n", flush=True)
     folder = (nano_recipe if settings.recipe == "nano" else finetune).run(settings)
     if distributed.rank() == 0:
         print(f"done: {folder}")

@@ -21,14 +21,20 @@ def use_cpu() -> bool:
 
 def start() -> PartialState:
     """Join the group that the launcher describes in the environment, if there is one; returns this process's place."""
-    return PartialState(cpu=use_cpu(), backend="gloo" if use_cpu() else None)
+    return PartialState(cpu=use_cpu(), backend="gloo" if use_cpu() and launched() else None)
 
 
 def stop() -> None:
     """Leave the group, after every rank has come this far."""
+    wait()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def wait() -> None:
+    """Until every rank has come this far."""
     if dist.is_initialized():
         dist.barrier()
-        dist.destroy_process_group()
 
 
 def launched() -> bool:

@@ -30,15 +30,17 @@ EXPORTS = ("last", "best")
 class FinetuneSettings(TrainSettings):
     """Settings of a fine-tuning run.
 
-    model: what `trimode_vlm.load` takes. data, eval_data: a path or a mapping (see DataSettings), or a list of them;
-    eval_fraction: share of `data` that is held out when there is no eval_data. batch_samples: samples of a step over
-    all ranks. epochs: passes over the data, in place of `steps`. max_length: tokens of a sample (prompt, images,
-    answers); longer ones are cut or dropped. train: the parts that train. lora: settings of LoRA in place of training
-    the text model whole; merge: write its result into full weights as well. export: which weights become out/model.
+    model, mask_token_id: what `trimode_vlm.load` takes. data, eval_data: a path or a mapping (see DataSettings), or a
+    list of them; eval_fraction: share of `data` that is held out when there is no eval_data. batch_samples: samples
+    of a step over all ranks. epochs: passes over the data, in place of `steps`. max_length: tokens of a sample
+    (prompt, images, answers); longer ones are cut or dropped. train: the parts that train. lora: settings of LoRA in
+    place of training the text model whole; merge: write its result into full weights as well. export: which weights
+    become out/model.
     """
 
     recipe: str = "finetune"
     model: str = "nano"
+    mask_token_id: int | None = None
     out: str = "runs/finetune"
     data: tuple[DataSettings, ...] = ()
     eval_data: tuple[DataSettings, ...] = ()
@@ -81,6 +83,7 @@ class FinetuneSettings(TrainSettings):
 def run(settings: FinetuneSettings) -> Path:
     """Train, resume or finish a run; returns the exported model folder `out`/model."""
     torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.seed)  # for what a checkpoint does not hold: LoRA's start
     out = Path(settings.out)
     model, processor = load_model(settings)
     source, eval_source = sources(settings, processor)
@@ -89,7 +92,14 @@ def run(settings: FinetuneSettings) -> Path:
     if distributed.rank() == 0:
         print(describe(model), flush=True)
     trainer = TriModeTrainer(
-        model, source, settings, out, eval_source=eval_source, processor=processor, name="finetune"
+        model,
+        source,
+        settings,
+        out,
+        eval_source=eval_source,
+        processor=processor,
+        name="finetune",
+        base_name=settings.model,
     )
     trainer.allow_changed = settings.allow_changed_settings
     if eval_source is not None and settings.eval_answers:
@@ -107,7 +117,12 @@ def load_model(settings: FinetuneSettings) -> tuple[Any, Any]:
     options: dict[str, Any] = {"dtype": half if settings.deepspeed and half else torch.float32}
     if settings.lora is not None and settings.lora.quantize:
         options = {"dtype": half or torch.float32, "quantize": settings.lora.quantize}
-    return trimode_vlm.load(settings.model, **options)
+    model, processor = trimode_vlm.load(settings.model, mask_token_id=settings.mask_token_id, **options)
+    if processor is None:
+        raise ValueError(f"{settings.model} holds no tokenizer, which reading data needs")
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model, processor
 
 
 def trimode_config(model: Any) -> Any:
@@ -121,8 +136,6 @@ def choose_parts(model: Any, settings: FinetuneSettings) -> Any:
         select_parts(model, settings.train)
     else:
         model = add_lora(model, settings.lora, [part for part in settings.train if part != "text"])
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -167,7 +180,7 @@ def export(trainer: TriModeTrainer, settings: FinetuneSettings) -> Path:
         trainer.save_model(str(draft))
     elif distributed.rank() == 0:
         shutil.copytree(best, draft, ignore=_run_files)
-    trainer.accelerator.wait_for_everyone()
+    distributed.wait()
     if distributed.rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
         draft.replace(target)
@@ -176,7 +189,7 @@ def export(trainer: TriModeTrainer, settings: FinetuneSettings) -> Path:
             model.save_pretrained(out / "model")
             processor.save_pretrained(out / "model")
             target = out / "model"
-    trainer.accelerator.wait_for_everyone()
+    distributed.wait()
     return target
 
 

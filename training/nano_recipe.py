@@ -107,6 +107,7 @@ def run(settings: NanoSettings) -> Path:
         trainer.fingerprint |= own
         trainer.allow_changed = settings.allow_changed_settings
         metrics = trainer.fit()
+        trainer.close()
         if distributed.rank() == 0 and metrics:
             done = {"step": chosen.steps, "metrics": metrics, "settings": trainer.fingerprint}
             (out / name / "done.json").write_text(json.dumps(done, indent=1), encoding="utf-8")
@@ -167,11 +168,11 @@ def start_model(settings: NanoSettings) -> tuple[Any, Any, dict[str, Any]]:
     return model, processor, places
 
 
-def text_trainer(model: Any, processor: Any, stage: TextStage, folder: Path) -> TriModeTrainer:
-    """The trainer of stage "ar", "joint" or "control", which is the folder's name; control sees joint's samples."""
-    maker = NanoMaker(
+def sample_maker(processor: Any, stage: TextStage, name: str) -> NanoMaker:
+    """What makes the samples of stage "ar", "joint" or "control"; control sees joint's."""
+    return NanoMaker(
         processor=processor,
-        stage="ar" if folder.name == "ar" else "joint",
+        stage="ar" if name == "ar" else "joint",
         seed=stage.seed,
         tasks=stage.tasks,
         qa_share=stage.qa_share,
@@ -179,6 +180,11 @@ def text_trainer(model: Any, processor: Any, stage: TextStage, folder: Path) -> 
         grow_until=stage.grow_share * stage.steps,
         min_scale=stage.min_scale,
     )
+
+
+def text_trainer(model: Any, processor: Any, stage: TextStage, folder: Path) -> TriModeTrainer:
+    """The trainer of stage "ar", "joint" or "control", which is the folder's name."""
+    maker = sample_maker(processor, stage, folder.name)
     dual = stage.alpha > 0
 
     def cost(sample: Encoded) -> int:

@@ -113,7 +113,7 @@ class Features(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.config = model, model.config
 
     def forward(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
         """Features of all cells, picture by picture, row by row."""

@@ -8,7 +8,7 @@ import os
 import types
 import typing
 from collections.abc import Collection
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -184,9 +184,30 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
 
 
 def resolved(settings: Any) -> str:
-    """The settings as YAML, for printing at the start of a run."""
+    """All settings as YAML, as a config file would hold them."""
     plain = {k: _plain(v) for k, v in asdict(settings).items()}
     return yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=120)
+
+
+def chosen(settings: Any) -> str:
+    """The settings that are not their defaults, as YAML: what this run was asked for."""
+    return yaml.safe_dump(_chosen(settings), sort_keys=False, default_flow_style=None, width=120)
+
+
+def _chosen(settings: Any) -> dict[str, Any]:
+    found = {}
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        default = (
+            f.default if f.default is not MISSING else f.default_factory() if callable(f.default_factory) else MISSING
+        )
+        if value == default:
+            continue
+        if isinstance(value, (list, tuple)) and value and all(map(is_dataclass, value)):
+            found[f.name] = [_chosen(item) for item in value]
+        else:
+            found[f.name] = _chosen(value) if is_dataclass(value) else _plain(value)
+    return found
 
 
 def _plain(value: Any) -> Any:

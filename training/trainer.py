@@ -25,6 +25,7 @@ from trimode_vlm.training.arguments import training_arguments
 from trimode_vlm.training.callbacks import LogFile, LossCurves, StallWatch, TrainingProgress, install
 from trimode_vlm.training.collate import Batch, dummy_batch
 from trimode_vlm.training.data import Source
+from trimode_vlm.training.lora import save_adapter
 from trimode_vlm.training.objective import Counts, combine, tri_mode_terms
 from trimode_vlm.training.optimizers import load_optimizer_tensors, make_optimizer, optimizer_tensors
 from trimode_vlm.training.parts import parameter_groups, part_of
@@ -40,6 +41,7 @@ class TriModeTrainer(Trainer):
 
     Every checkpoint holds the `fingerprint` of the run; resuming with another one is refused unless `allow_changed`.
     A checkpoint is itself a model folder. eval_source: held-out samples, of which `evaluate` takes one epoch.
+    base_name: what the model was loaded from, which an adapter is saved with.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class TriModeTrainer(Trainer):
         processor: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
         name: str = "train",
+        base_name: str = "",
     ) -> None:
         self.source, self.settings, self.folder, self.name = source, settings, Path(folder), name
         self.fingerprint: dict[str, Any] = settings.fingerprint()
         self.allow_changed = False
         self.first_step = 0
+        self.base_name = base_name
         self._window = _Window()
         if settings.deepspeed and distributed.use_cpu():
             without_shared_memory_op()
@@ -90,6 +94,11 @@ class TriModeTrainer(Trainer):
             finally:
                 self.stall.stop()
         return self._window.last
+
+    def close(self) -> None:
+        """Let go of the model: DeepSpeed's hooks on it would reach into another trainer's backward pass."""
+        if self.is_deepspeed_enabled and hasattr(self.model_wrapped, "destroy"):
+            self.model_wrapped.destroy()
 
     # One step.
 
@@ -279,14 +288,14 @@ class TriModeTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
+        distributed.wait()
         if self.args.should_save:
             checkpoint = self.folder / f"checkpoint-{self.state.global_step}"
             saves.write_run(checkpoint, settings=self.fingerprint, world=distributed.num_ranks(), name=self.name)
             saves.write_manifest(checkpoint)
             # Only now: an older checkpoint goes when the new one is whole.
             rotate_checkpoints(str(self.folder), self.settings.keep_checkpoints, self.state.best_model_checkpoint)
-        self.accelerator.wait_for_everyone()
+        distributed.wait()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # As the Trainer does it, without its pickled arguments.
@@ -294,7 +303,9 @@ class TriModeTrainer(Trainer):
         if not self.args.should_save:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(self.model, "save_pretrained"):
+        if hasattr(self.model, "peft_config"):
+            save_adapter(self.model, folder, self.base_name, state_dict)
+        elif hasattr(self.model, "save_pretrained"):
             self.model.save_pretrained(folder, state_dict=state_dict)
         else:
             saves.save_weights(self.model, folder / "model.safetensors")

@@ -147,8 +147,7 @@ def _weighted_cross_entropy(
         hits = (logits.detach().argmax(-1) == y).float()
         return losses.new_zeros(2).index_add(0, k, losses), hits.new_zeros(2).index_add(0, k, hits)
 
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    loss, correct = hidden.new_zeros(2, dtype=dtype), hidden.new_zeros(2, dtype=torch.float32)
+    loss, correct = hidden.new_zeros(2, dtype=torch.float32), hidden.new_zeros(2, dtype=torch.float32)
     for start in range(0, target.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
         chunk = (hidden[part], target[part], token_weight[part], term[part])

@@ -150,8 +150,10 @@ def test_a_resume_neither_repeats_nor_loses_a_step(tmp_path, torn, recwarn):
 
 
 def test_a_start_from_nothing_begins_an_empty_log(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 0, "eval_loss": 99.0}\n{"step": 2, "ar_loss": 99.0}\n')
     for _ in range(2):
         toy_trainer(tmp_path, [LogFile(tmp_path)], eval_on_start=True, eval_strategy="steps", eval_steps=6).train()
+    assert "99.0" not in (tmp_path / "log.jsonl").read_text()
     assert [record["step"] for record in lines(tmp_path / "log.jsonl")] == [0, 1, 2, 3, 4, 5, 6, 6]
 
 
@@ -543,10 +545,24 @@ def test_the_watchdog_barks_once_and_only_without_beats():
 
 
 def test_an_ordinary_run_is_not_stopped_and_the_watch_ends_with_it(tmp_path):
-    stopped: list[int] = []
-    watch = StallWatch(tmp_path, clock=Clock(tick=100), poll_sec=0.001, stop_process=stopped.append)
-    trainer = toy_trainer(tmp_path, [watch])
-    trainer.train()
+    """Six steps of 1000 s each under a limit of 1800 s."""
+    clock, stopped, polled = Clock(), [], threading.Event()
+
+    class Slow(Toy):
+        def forward(self, x, labels):
+            clock.now += 1000
+            polled.clear()
+            assert polled.wait(60), "the watch looked at the clock meanwhile"
+            return super().forward(x, labels)
+
+    def looked_at() -> float:
+        if threading.current_thread().name == "stall watch":
+            polled.set()
+        return clock.now
+
+    watch = StallWatch(tmp_path, clock=looked_at, poll_sec=0.001, stop_process=stopped.append)
+    toy_trainer(tmp_path, [watch], Slow()).train()
+    assert clock.now == 6000 and stopped == []
     assert watch.watchdog is None and not any(thread.name == "stall watch" for thread in threading.enumerate())
     off = StallWatch(tmp_path, 0)
     toy_trainer(tmp_path, [off]).train()

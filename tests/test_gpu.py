@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make_tiny_model
 from PIL import Image
+from test_patterns import dual_stream_metadata
 
 from trimode_vlm import patterns
 from trimode_vlm.attention import attend
@@ -74,15 +75,16 @@ def test_sampling_in_bfloat16_runs_and_repeats(on_gpu: Any, inputs: Any, mode: s
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex"])
-@pytest.mark.parametrize("name", ["causal", "prefix", "block", "ragged"])
+@pytest.mark.parametrize("name", ["causal", "prefix", "block", "ragged", "dual stream"])
 def test_kernels_agree_with_the_dense_reference(name: str, implementation: Any) -> None:
     device = torch.device("cuda")
-    offset = torch.tensor([40, 100], device=device)
+    offset, long_stream = torch.tensor([40, 100], device=device), dual_stream_metadata(30, (70, 90), 16)
     pattern = {
         "causal": lambda: patterns.causal(2, 130, device),
         "prefix": lambda: patterns.causal(2, 32, device, 100),
         "block": lambda: patterns.block(2, 32, device, 100),
         "ragged": lambda: patterns.block(2, 32, device, offset),
+        "dual stream": lambda: patterns.dual_stream(*(x.repeat(2, 1).to(device) for x in long_stream)),
     }[name]()
     generator = torch.Generator(device).manual_seed(0)
     q = torch.randn(2, 6, pattern.query_length, 32, device=device, generator=generator, requires_grad=True)

@@ -87,8 +87,8 @@ def attend(
     "dense" is the plain softmax reference, "sdpa" torch's fused kernels, "flex" FlexAttention (on CPU: forward only).
     """
     B, H, T, K = q_BHTK.shape
-    if implementation == "sdpa" and pattern.kind == "dual" and q_BHTK.device.type == "cuda":
-        # A mask of a long dual stream has T x T entries; FlexAttention skips what the pattern forbids.
+    if implementation == "sdpa" and pattern.kind == "dual" and q_BHTK.device.type == "cuda" and K >= 16:
+        # A mask of a long dual stream has T x T entries; FlexAttention skips what it forbids, for heads from 16 on.
         implementation = "flex"
     if implementation == "flex":
         flex = _flex_attention(q_BHTK.device.type)

@@ -125,7 +125,7 @@ class RowEncoder:
         return ids, mask
 
     def _text_ids(self, example: Example) -> tuple[list[int], list[bool]]:
-        """Return the ids and loss mask of plain text: an end token closes it, BOS and images are not trained."""
+        """Return the ids and loss mask of plain text: an end token closes it, BOS is not trained."""
         tokenizer, layout = self.processor.tokenizer, self.processor.layout
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end token (eos_token), which closes a plain text")
@@ -142,9 +142,7 @@ class RowEncoder:
         # Tokenizers that put BOS before every text do so here.
         before = tokenizer("")["input_ids"][:1] if tokenizer.bos_token_id is not None else []
         before = [i for i in before if i == tokenizer.bos_token_id]
-        image_id = None if layout is None else layout.image
-        mask = [*(False for _ in before), *(i != image_id for i in ids), True]
-        return [*before, *ids, tokenizer.eos_token_id], mask
+        return [*before, *ids, tokenizer.eos_token_id], [False] * len(before) + [True] * (len(ids) + 1)
 
 
 def _name(source: Any, number: int) -> str:

@@ -189,7 +189,8 @@ class TriModeTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """Steps of this rank from `first_step` on; made by worker processes if the settings ask for them."""
         steps = Steps(self.make_batches(self.source), self.first_step, self.settings.steps)
-        return DataLoader(steps, batch_size=None, num_workers=self.settings.workers)
+        # A generator of its own: the loader draws a seed when it starts, also where a run resumes.
+        return DataLoader(steps, batch_size=None, num_workers=self.settings.workers, generator=torch.Generator())
 
     def make_batches(self, source: Source) -> MakeBatches:
         """How this rank makes its part of a step from samples of `source`."""

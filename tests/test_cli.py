@@ -77,7 +77,7 @@ def giant_png(path: Path, side: int = 30000) -> str:
     ("argv", "words"),
     [
         (["chta"], "unknown command 'chta'; did you mean chat?"),
-        (["serve"], "known: chat, convert, train, eval, bench"),
+        (["serve"], "known: chat, convert, train, inspect, eval, bench"),
         (["chat", "--treshold", "0.9", "Hi"], "unknown option --treshold; did you mean --threshold?"),
         (["chat", "--mode", "difusion", "Hi"], "unknown mode 'difusion'; did you mean diffusion?"),
         (["chat", "--mode", "ar", "--threshold", "0.9", "Hi"], "--threshold has no effect with --mode ar"),
@@ -123,6 +123,7 @@ def giant_png(path: Path, side: int = 30000) -> str:
         (["bench", "decode", "--json", "no/such/decode.json"], "--json no/such/decode.json: not a file in a folder"),
         (["bench", "decode", "--json", "tests"], "--json tests: not a file in a folder"),
         (["eval", "--model", "nano"], "required: --output"),
+        (["inspect", "--config", "nano"], "--index is missing"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_2(refuse: Any, argv: list[str], words: str) -> None:
@@ -161,6 +162,7 @@ def test_a_wrong_value_is_refused_before_torch_is_imported() -> None:
         assert cli.main(["chat", "--dtype", "int8", "Hi"]) == 2
         assert cli.main(["chat", "--mode", "diffusion", "--threshold", "2", "Hi"]) == 2
         assert cli.main(["convert", "nano", "out", "--dtype", "int8"]) == 2
+        assert cli.main(["inspect", "--config", "nano", "--index", "first"]) == 2
         assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, capture_output=True, timeout=60)

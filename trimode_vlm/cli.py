@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": ("trimode_vlm.terminal", "ask a model about pictures: one question, a conversation, or all modes compared"),
     "convert": ("trimode_vlm.convert", "write a checkpoint in another layout"),
     "train": ("trimode_vlm.training.cli", "train a model from a recipe or a YAML file"),
+    "inspect": ("trimode_vlm.training.inspect", "show a training sample as the model will see it"),
     "eval": ("trimode_vlm.eval.run", "score a model on tasks, in every mode"),
     "bench": ("trimode_vlm.eval.bench", "measure decoding speed against its ceiling and against transformers"),
 }
@@ -203,9 +204,11 @@ def dispatch(argv: Sequence[str], debug: bool = False) -> int:
         raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)} (known: {', '.join(COMMANDS)})")
     module_name, description = COMMANDS[name]
     module = importlib.import_module(module_name)
+    # The options of these two are a recipe's settings, nested, which only the recipe knows.
     if name == "train":
-        # Its options are the recipe's settings, nested, which only the recipe knows.
         return module.train([*argv[1:], *(["--debug"] if debug else [])])
+    if name == "inspect":
+        return module.inspect(list(argv[1:]))
     parser = Parser(prog=f"trimode-vlm {name}", description=description, epilog=module.EXAMPLES)
     module.add_arguments(parser)
     parser.add_config_option()

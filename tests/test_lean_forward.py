@@ -46,6 +46,14 @@ def test_it_equals_the_modules(tiny_text_model: Any, lengths: list[int], T: int,
     torch.testing.assert_close(lean, modules, atol=1e-5, rtol=1e-5)
 
 
+def test_large_models_copy_no_projection(tiny_text_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimode_vlm.lean_forward.JOINED_BYTES", 0)
+    lean = lean_forward(tiny_text_model.encoder)
+    assert lean is not None and lean.layers[1].qkv[2] is tiny_text_model.encoder.layers[1].self_attn.v_proj.weight
+    lean_logits, modules = both_ways(tiny_text_model, [20], 8, causal)
+    torch.testing.assert_close(lean_logits, modules, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{"hidden_act": "gelu"}, {"rope_parameters": {"rope_theta": 500.0}}])
 def test_it_follows_the_config(options: dict[str, Any]) -> None:
     lean, modules = both_ways(make_tiny_model(vision=False, **options), [30], 4, causal)

@@ -1,0 +1,126 @@
+"""What a training run will need: memory on each GPU and operations of a step, as a table or as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimode_vlm.config import TriModeConfig
+from trimode_vlm.training.flops import Flops, count_flops
+from trimode_vlm.training.memory import activation_bytes, features_bytes, state_bytes
+from trimode_vlm.training.step_shapes import EstimateInputs, count_parameters, lora_targets, whole_parts
+
+__all__ = ["Estimate", "EstimateInputs", "estimate", "estimate_report"]
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Memory of one GPU in bytes, operations of one micro-batch of one GPU. See memory.py and flops.py.
+
+    parameters, trained: of each part (trained: "lora" for LoRA's factors). cpu_bytes: what is offloaded, for one GPU.
+    """
+
+    inputs: EstimateInputs
+    gpus: int
+    parameters: dict[str, int]
+    trained: dict[str, int]
+    gpu_bytes: dict[str, float]
+    cpu_bytes: dict[str, float]
+    flops: dict[str, Flops]
+
+    @property
+    def total_bytes(self) -> float:
+        """Of one GPU."""
+        return sum(self.gpu_bytes.values())
+
+    @property
+    def micro_batch_flops(self) -> float:
+        return sum(part.total for part in self.flops.values())
+
+    @property
+    def step_flops(self) -> float:
+        """Of an optimizer step on all GPUs."""
+        return self.micro_batch_flops * self.inputs.micro_batches * self.gpus
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, with the totals."""
+        totals = {"total_bytes": self.total_bytes, "step_flops": self.step_flops}
+        return asdict(self) | totals | {"micro_batch_flops": self.micro_batch_flops}
+
+    def __str__(self) -> str:
+        return "\n".join([*_tokens(self), "", *_parameters(self), "", *_memory(self), "", *_operations(self)])
+
+
+def estimate(inputs: EstimateInputs, model_config: TriModeConfig, gpus: int = 1) -> Estimate:
+    """Memory and operations of a run on so many GPUs.
+
+    Raises:
+        ValueError: no GPU, or LoRA targets that the model does not have.
+    """
+    if gpus < 1:
+        raise ValueError(f"gpus must be at least 1, got {gpus}")
+    counts, whole = count_parameters(model_config), whole_parts(inputs, model_config)
+    trained = {part: counts[part] for part in whole}
+    if inputs.lora:
+        trained["lora"] = sum(lora_targets(inputs, model_config).values())
+    gpu, cpu = state_bytes(inputs, model_config, gpus)
+    kept = {f"activations: {name}": size for name, size in activation_bytes(inputs, model_config).items()}
+    return Estimate(
+        inputs=inputs,
+        gpus=gpus,
+        parameters=counts,
+        trained=trained,
+        gpu_bytes=gpu | kept | {"image features": features_bytes(inputs, model_config)},
+        cpu_bytes=cpu,
+        flops=count_flops(inputs, model_config),
+    )
+
+
+def estimate_report(inputs: EstimateInputs, model_config: TriModeConfig, gpus: int = 1) -> str:
+    """The estimate as the table that `trimode-vlm train --estimate` prints."""
+    return str(estimate(inputs, model_config, gpus))
+
+
+def _tokens(e: Estimate) -> list[str]:
+    i = e.inputs
+    return [
+        f"micro-batch of a GPU: {i.rows} rows of {i.row_tokens:,} tokens = {i.noisy_tokens:,} noisy "
+        f"({i.noisy_stream}) + {i.sequence_tokens:,} clean, {i.vision_tokens:,} of them image features",
+        f"step: {e.gpus} GPUs x {i.micro_batches} micro-batches = {e.gpus * i.micro_batches * i.rows:,} rows, "
+        f"{e.gpus * i.micro_batches * i.rows * i.response_tokens:,} answer tokens",
+        f"{i.precision}, {'no DeepSpeed' if i.zero_stage is None else f'ZeRO {i.zero_stage}'}, offload {i.offload}, "
+        f"gradient checkpointing {'on' if i.gradient_checkpointing else 'off'}",
+    ]
+
+
+def _parameters(e: Estimate) -> list[str]:
+    total, trained = sum(e.parameters.values()), sum(e.trained.values())
+    lines = [f"{'parameters':24}{'all':>16}{'trained':>16}"]
+    lines += [f"  {part:22}{count:16,}{e.trained.get(part, 0):16,}" for part, count in e.parameters.items()]
+    lines += [f"  {'lora':22}{'':16}{e.trained['lora']:16,}"] if "lora" in e.trained else []
+    return [*lines, f"  {'all':22}{total:16,}{trained:16,}"]
+
+
+def _memory(e: Estimate) -> list[str]:
+    lines = [f"{'memory of a GPU':34}{'GiB':>10}"]
+    lines += [f"  {name:32}{size / GIB:10.2f}" for name, size in e.gpu_bytes.items() if size]
+    lines.append(f"  {'all, and leave 10-15 % free':32}{e.total_bytes / GIB:10.2f}")
+    if e.cpu_bytes:
+        size = sum(e.cpu_bytes.values())
+        lines.append(f"  {'on the CPU, for each GPU':32}{size / GIB:10.2f}")
+    return lines
+
+
+def _operations(e: Estimate) -> list[str]:
+    lines = [f"{'TFLOP of a micro-batch':24}{'forward':>12}{'backward':>12}{'again':>12}"]
+    for name, part in e.flops.items():
+        if part.total:
+            lines.append(
+                f"  {name:22}{part.forward / 1e12:12.3f}{part.backward / 1e12:12.3f}{part.recompute / 1e12:12.3f}"
+            )
+    step = e.step_flops
+    lines.append(f"  {'all':22}{e.micro_batch_flops / 1e12:12.3f}")
+    lines.append(f"a step of all GPUs: {step / 1e15:.4g} PFLOP; at 400 TFLOP/s each {step / e.gpus / 400e12:.3g} s")
+    return lines

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import io
 import json
 import pickle
 import random
@@ -19,6 +20,7 @@ from trimode_vlm.training.bad_samples import BadSample
 from trimode_vlm.training.datasets import DataSettings
 from trimode_vlm.training.row_encoding import RowEncoder
 from trimode_vlm.training.rows import read_row
+from trimode_vlm.vision.images import image_size, open_image
 
 TEXT_CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -326,3 +328,14 @@ def test_plain_text_is_trained_whole_and_ends(settings, processor, tmp_path):
     expected = [*with_bos.tokenizer("Hello world")["input_ids"], with_bos.tokenizer.eos_token_id]
     assert layout.input_ids == expected and expected[0] == with_bos.tokenizer.bos_token_id
     assert layout.loss_mask == [False, *[True] * (len(expected) - 1)]
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_headers_size_is_that_of_the_opened_image(file_format):
+    for orientation in range(10):
+        exif = picture().getexif()
+        exif[0x0112] = orientation
+        buffer = io.BytesIO()
+        picture(30, 50).save(buffer, file_format, exif=exif)
+        opened = open_image(buffer.getvalue())
+        assert image_size(buffer.getvalue()) == (opened.height, opened.width), orientation

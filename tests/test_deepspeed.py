@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,17 +57,18 @@ def run_jobs(text):
             t.add_callback(Kill(kill))
         t.fit()
         t.save_model(str(folder / "model"))
-    assert distributed.num_ranks() == 2
     distributed.stop()
 
 
-def launch(tmp_path, *jobs):
+def launch(tmp_path, *jobs, ranks=2):
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    return subprocess.run([*command, json.dumps(jobs)], env=env, timeout=500, capture_output=True, text=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, str(script), json.dumps(jobs)], env=env, timeout=500, capture_output=True, text=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,22 @@ def test_a_resumed_run_is_the_unbroken_one(runs, stage):
     for name, tensor in straight.items():
         assert torch.equal(tensor, half[name]), name
     assert [entry["step"] for entry in log_of(runs / f"half{stage}")] == list(range(1, STEPS + 1))
+
+
+def test_one_rank_goes_on_where_two_stopped(runs, tmp_path):
+    jobs = []
+    for stage in (2, 3):
+        shutil.copytree(runs / f"half{stage}", tmp_path / f"half{stage}")
+        shutil.rmtree(tmp_path / f"half{stage}" / f"checkpoint-{STEPS}")
+        jobs.append({"folder": str(tmp_path / f"half{stage}"), "deepspeed": f"zero{stage}"})
+    done = launch(tmp_path, *jobs, ranks=1)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for stage in (2, 3):
+        folders = (runs / f"zero{stage}", tmp_path / f"half{stage}")
+        assert saves.read_run(saves.newest_checkpoint(folders[1]))["world"] == 1
+        straight, resumed = (load_file(folder / "model" / "model.safetensors") for folder in folders)
+        for name, tensor in straight.items():
+            torch.testing.assert_close(resumed[name], tensor, atol=2e-5, rtol=1e-4)
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(runs, tmp_path):

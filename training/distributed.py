@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,16 @@ def use_cpu() -> bool:
 def start() -> PartialState:
     """Join the group that the launcher describes in the environment, if there is one; returns this process's place."""
     return PartialState(cpu=use_cpu(), backend="gloo" if use_cpu() and launched() else None)
+
+
+def stand_alone() -> None:
+    """Let a process that no launcher started be a group of one, which DeepSpeed needs (it asks for MPI otherwise)."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        os.environ.update(one)
 
 
 def stop() -> None:

@@ -29,8 +29,9 @@ from trimode_vlm.training.lora import save_adapter
 from trimode_vlm.training.objective import Counts, combine, tri_mode_terms
 from trimode_vlm.training.optimizers import load_optimizer_tensors, make_optimizer, optimizer_tensors
 from trimode_vlm.training.parts import parameter_groups, part_of
-from trimode_vlm.training.presets import deepspeed_config, offloads_optimizer, without_shared_memory_op, zero_stage
+from trimode_vlm.training.presets import offloads_optimizer, without_shared_memory_op, zero_stage
 from trimode_vlm.training.progress import last, metrics_from
+from trimode_vlm.training.reshard import mend_groups, to_universal
 from trimode_vlm.training.steps import MakeBatches, Steps, noise_token_ids
 from trimode_vlm.training.train_settings import TrainSettings, check_unchanged
 from trimode_vlm.training.watch import not_finite_message
@@ -63,8 +64,10 @@ class TriModeTrainer(Trainer):
         self.first_step = 0
         self.base_name = base_name
         self._window = _Window()
-        if settings.deepspeed and distributed.use_cpu():
-            without_shared_memory_op()
+        if settings.deepspeed:
+            distributed.stand_alone()
+            if distributed.use_cpu():
+                without_shared_memory_op()
         super().__init__(
             model,
             training_arguments(settings, self.folder, evaluates=eval_source is not None),
@@ -84,6 +87,10 @@ class TriModeTrainer(Trainer):
                 self.folder, saves.read_run(checkpoint)["settings"], self.fingerprint, self.allow_changed
             )
             self.first_step = saves.step_of(checkpoint)
+            world = saves.read_run(checkpoint)["world"]
+            if world != distributed.num_ranks() and zero_stage(self._deepspeed_config):
+                to_universal(checkpoint)
+                self._deepspeed_config["checkpoint"] = {"load_universal": True}
             if changed and distributed.rank() == 0:
                 print(f"{self.name}: going on with changed settings: {'; '.join(changed)}", flush=True)
         if self.first_step >= self.settings.steps:
@@ -160,7 +167,8 @@ class TriModeTrainer(Trainer):
         """The step's counts over all ranks; and how often each micro-batch runs the tower, for as many as any rank has.
 
         DDP and ZeRO share the gradients of the tower, so where it learns it runs for a batch without images as well;
-        ZeRO-3 gathers its weights anew in each run, so there every rank must run it as often as the others.
+        ZeRO-3 gathers its weights anew in each run, so there every rank must run it as often as the others (and adds to
+        the last step's gradient what comes in a later micro-batch only, so it runs in each).
         """
         local = sum((batch.counts for batch in batches), Counts())
         num_tokens = sum(float((batch.document >= 0).sum()) for batch in batches)
@@ -169,9 +177,11 @@ class TriModeTrainer(Trainer):
         counts = Counts(**dict(zip(asdict(local), total, strict=True)))
         self._window.tokens += num_tokens
         most = int(distributed.reduce_(torch.tensor(max(len(batches), 1)), self.args.device, "max"))
-        if zero_stage(deepspeed_config(self.settings.deepspeed)) < 3:
-            return counts, [int(self._tower_learns)] * most
-        runs = [num_sizes(batch.pixel_values, batch.image_sizes) for batch in batches] + [0] * (most - len(batches))
+        least = int(self._tower_learns)
+        if zero_stage(self._deepspeed_config) < 3:
+            return counts, [least] * most
+        runs = [max(num_sizes(batch.pixel_values, batch.image_sizes), least) for batch in batches]
+        runs += [least] * (most - len(batches))
         return counts, distributed.reduce_(torch.tensor(runs), self.args.device, "max").tolist()
 
     @property
@@ -243,7 +253,7 @@ class TriModeTrainer(Trainer):
 
     def gathered(self) -> Any:
         """A context in which rank 0 has whole weights, also under ZeRO-3, and no DeepSpeed hook runs."""
-        if zero_stage(deepspeed_config(self.settings.deepspeed)) < 3:
+        if zero_stage(self._deepspeed_config) < 3:
             return nullcontext()
         import deepspeed
 
@@ -271,15 +281,23 @@ class TriModeTrainer(Trainer):
         """AdamW or Muon over the parameters that train, with a learning rate for each part of the model."""
         s = self.settings
         if self.optimizer is None:
-            groups = parameter_groups(
-                self.model, s.lr, lr_vision=s.lr_vision, lr_projector=s.lr_projector, weight_decay=s.weight_decay
-            )
-            config = deepspeed_config(s.deepspeed)
-            if s.optimizer == "muon" and zero_stage(config):
+            if s.optimizer == "muon" and zero_stage(self._deepspeed_config):
                 raise ValueError("optimizer 'muon' needs whole matrices: use deepspeed zero0 or optimizer adamw")
-            on_cpu = offloads_optimizer(config) and torch.cuda.is_available()
-            self.optimizer = make_optimizer(self._named, groups, s.optimizer, tuple(s.betas), on_cpu=on_cpu)  # type: ignore[arg-type]
+            on_cpu = offloads_optimizer(self._deepspeed_config) and torch.cuda.is_available()
+            betas = (s.betas[0], s.betas[1])
+            self.optimizer = make_optimizer(self._named, self._groups(), s.optimizer, betas, on_cpu=on_cpu)
         return self.optimizer
+
+    def _groups(self) -> list[dict[str, Any]]:
+        s = self.settings
+        rates = {"lr_vision": s.lr_vision, "lr_projector": s.lr_projector}
+        return parameter_groups(self.model, s.lr, **rates, weight_decay=s.weight_decay)
+
+    @property
+    def _deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration as the engine will get it, empty without DeepSpeed."""
+        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
+        return {} if plugin is None else plugin.hf_ds_config.config
 
     @property
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -327,6 +345,8 @@ class TriModeTrainer(Trainer):
         if not self.is_deepspeed_enabled:
             load_optimizer_tensors(self._torch_optimizer, self._named, tensors)
         self.lr_scheduler.load_state_dict({"lr_lambdas": [None] * len(self.lr_scheduler.base_lrs), **scheduler})
+        if "checkpoint" in self._deepspeed_config:
+            mend_groups(self.model_wrapped.optimizer.optimizer, self._groups())
         for group, lr in zip(self.lr_scheduler.optimizer.param_groups, scheduler["_last_lr"], strict=True):
             group["lr"] = lr
 

@@ -88,7 +88,8 @@ class Batch:
         """Which token attends to which."""
         if self.is_plain:
             # Right padding: no real token comes after a pad.
-            return patterns.causal(*self.input_ids.shape, device=self.input_ids.device)
+            rows, length = self.input_ids.shape
+            return patterns.causal(rows, length, self.input_ids.device)
         return patterns.dual_stream(self.position, self.document, self.block_start, self.block_id, self.is_noisy)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -101,7 +102,8 @@ class Batch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+        values |= {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return Batch(**values)
 
 
 def lay_out(sample: Encoded, noise: NoiseSettings) -> DualStream:

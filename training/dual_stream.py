@@ -162,7 +162,8 @@ def _with_prompt(blocks: Blocks, in_prompt: Tensor, block_length: int) -> tuple[
 
 
 def _join(rows: Sequence[DualStream], **replaced: Any) -> DualStream:
-    joined = {name: torch.cat([getattr(row, name) for row in rows]) for name in TOKEN_FIELDS if name not in replaced}
+    names = [name for name in TOKEN_FIELDS if name not in replaced]
+    joined: dict[str, Any] = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
     return DualStream(**joined, **replaced)
 
 

@@ -113,12 +113,12 @@ def check(settings: Any) -> int:
     """Read all data once; returns 1 if anything is wrong with it."""
     if settings.recipe != "finetune":
         raise ValueError("--check reads a user's data: the nano recipe makes its own")
-    import trimode_vlm
     from trimode_vlm.training.check import check_data
+    from trimode_vlm.training.inspect import open_model
 
-    processor = trimode_vlm.load_processor(settings.model)
+    _, processor = open_model(settings.model, settings.mask_token_id)
     reports = [
-        check_data(data, processor, max_length=settings.max_length)
+        check_data(data, processor, max_length=settings.max_length, workers=settings.workers)
         for data in (settings.data, settings.eval_data)
         if data
     ]
@@ -132,6 +132,9 @@ def estimate(settings: Any, gpus: int) -> int:
     if settings.recipe != "finetune":
         raise ValueError("--estimate is for fine-tuning: the nano model fits anywhere")
     from trimode_vlm.training.estimate import estimate_report
+    from trimode_vlm.training.finetune import estimate_inputs
+    from trimode_vlm.training.inspect import open_model
 
-    print(estimate_report(settings, gpus))
+    config, processor = open_model(settings.model, settings.mask_token_id)
+    print(estimate_report(estimate_inputs(settings, config, processor, gpus), config, gpus))
     return 0

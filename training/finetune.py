@@ -18,8 +18,10 @@ from trimode_vlm.training.datasets import DataSettings, data_settings
 from trimode_vlm.training.generations import prompt_from_sample
 from trimode_vlm.training.lora import LoraSettings, add_lora
 from trimode_vlm.training.parts import PARTS, describe, select_parts
+from trimode_vlm.training.presets import deepspeed_config, zero_stage
 from trimode_vlm.training.samples import ON_BAD_SAMPLE, open_source
 from trimode_vlm.training.settings import check_known, check_range
+from trimode_vlm.training.step_shapes import EstimateInputs
 from trimode_vlm.training.train_settings import TrainSettings
 from trimode_vlm.training.trainer import TriModeTrainer
 
@@ -164,6 +166,44 @@ def with_steps(settings: FinetuneSettings, source: Any) -> FinetuneSettings:
     if source.num_samples is None:
         raise ValueError("epochs needs data of known size: give steps for streaming data")
     return replace(settings, steps=max(1, math.ceil(settings.epochs * source.num_samples / settings.batch_samples)))
+
+
+def estimate_inputs(settings: FinetuneSettings, config: Any, processor: Any, gpus: int) -> EstimateInputs:
+    """What `--estimate` needs to know, with the sizes of the samples of one step as the sizes of all.
+
+    Rows are as long as the longest of these samples, since padding and packing fill them up; images and answers take
+    their mean share.
+    """
+    samples = sources(settings, processor)[0].draw(0, 0, 1)
+    lengths = [len(sample.input_ids) for sample in samples]
+    images = [sum(token == config.image_token_id for token in sample.input_ids) for sample in samples]
+    longest, total = max(lengths), sum(lengths)
+    vision_tokens = round(longest * sum(images) / total)
+    deepspeed = deepspeed_config(settings.deepspeed)
+    zero = (deepspeed or {}).get("zero_optimization", {})
+    offloads = [zero.get(name, {}).get("device", "none") != "none" for name in ("offload_param", "offload_optimizer")]
+    inputs = EstimateInputs(
+        sequence_tokens=longest,
+        vision_tokens=vision_tokens,
+        images_per_row=max(1, round(sum(len(sample.images) for sample in samples) / len(samples))),
+        response_share=min(sum(sum(sample.loss_mask) for sample in samples) / total, 1 - vision_tokens / longest),
+        noisy_stream=settings.noisy_stream if settings.alpha else "none",
+        complementary_masks=settings.complementary_masks,
+        block_length=settings.block_length if isinstance(settings.block_length, int) else max(settings.block_length),
+        chunk_tokens=settings.chunk_tokens,
+        precision=settings.precision,
+        zero_stage=zero_stage(deepspeed) if deepspeed else None,
+        offload="all" if offloads[0] else "optimizer" if offloads[1] else "none",
+        gradient_checkpointing=settings.gradient_checkpointing,
+        train=settings.train,
+        lora=settings.lora,
+    )
+    per_gpu = math.ceil(settings.batch_samples / gpus)
+    rows = settings.micro_batch_samples or per_gpu
+    if settings.micro_batch_tokens:
+        rows = max(1, settings.micro_batch_tokens // inputs.row_tokens)
+    rows = min(rows, per_gpu)
+    return replace(inputs, rows=rows, micro_batches=math.ceil(per_gpu / rows))
 
 
 def export(trainer: TriModeTrainer, settings: FinetuneSettings) -> Path:

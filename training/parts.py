@@ -74,8 +74,8 @@ def parameter_groups(
         part, decays = part_of(name), _num_dims(parameter) > 1
         own = rates.get(part)
         key = part if decays else f"{part}-"
-        rate = lr if own is None else own
-        new = {"params": [], "lr": rate, "weight_decay": weight_decay if decays else 0.0, "name": key}
+        own_lr = lr if own is None else own
+        new = {"params": [], "lr": own_lr, "weight_decay": weight_decay if decays else 0.0, "name": key}
         groups.setdefault(key, new)["params"].append(parameter)
     if not groups:
         raise ValueError("no parameter trains: choose parts to train, or LoRA")

@@ -149,6 +149,12 @@ def test_complementary_halves_mask_each_answer_token_once(sample: Encoded, noise
     assert all(sum(pair) == pytest.approx(1.0) for pair in ps.values() if len(pair) == 2)
 
 
+def test_halves_of_a_single_token(noise: Any, processor: Any) -> None:
+    one = Encoded(sample_id=0, input_ids=[20, 21], loss_mask=[False, True])
+    seen = view_sample(one, noise(complementary_masks=True), processor)
+    assert [t.stream for t in seen.tokens] == ["noisy", "complement", "clean", "clean"]
+
+
 def test_the_noise_is_one_of_seed_epoch_and_sample(sample: Encoded, noise: Any, processor: Any) -> None:
     def masked(one: Encoded, **options: Any) -> list[int]:
         return [t.position for t in view_sample(one, noise(**options), processor).tokens if t.loss == "diffusion"]
@@ -195,6 +201,9 @@ def test_the_text_holds_every_token_within_its_width(
         assert marks.count("a") == sum(t.loss == "ar" for t in seen.tokens)
         assert f"{seen.masked} of {seen.maskable} masked" in text
     assert bool(padding) is (options.get("response_padding") == "block")
+    answers = [m for m in (re.match(r"positions? (\d+)(?:\.\.(\d+))?  answer (\d)", line) for line in lines) if m]
+    places = [(int(m[3]) - 1, i) for m in answers for i in range(int(m[1]), int(m[2] or m[1]) + 1)]
+    assert places == [(k, i) for k, (start, stop) in enumerate(seen.responses) for i in range(start, stop)]
 
 
 def test_clean_stands_over_noisy(view: SampleView, processor: Any) -> None:

@@ -202,10 +202,15 @@ def test_the_report_says_what_json_says():
         f"{plain['trained']['lora']:,}",
         f"{plain['total_bytes'] / 2**30:.2f}",
         f"{sum(plain['cpu_bytes'].values()) / 2**30:.2f}",
-        f"{plain['step_flops'] / 1e15:.4g} PFLOP",
+        f"{plain['step_flops'] / 1e12:,.4g} TFLOP",
         "8 GPUs x 4 micro-batches = 64 rows",
     ):
         assert shown in report, shown
+
+
+def test_the_report_of_a_small_model_has_units_in_which_it_is_something():
+    report = estimate_report(EstimateInputs(sequence_tokens=64), preset("nano"))
+    assert "MiB" in report and "GFLOP" in report
 
 
 def test_whole_8b_fine_tuning_costs_what_is_known_of_it():

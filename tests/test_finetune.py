@@ -172,6 +172,23 @@ def test_evaluation_answers_in_every_mode_and_the_best_is_exported(text_folder, 
     assert set(answers[0]["totals"]) == {"ar", "diffusion", "linear_spec"}
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_samples_stop_the_run_or_are_counted(text_folder, tmp_path, capsys, workers):
+    good = [{"prompt": f"Say {n}", "completion": f"It is {n}."} for n in range(7)]
+    rows = write_rows(tmp_path / "rows.jsonl", [*good, {"id": "odd", "prompt": "Say 8", "completion": ""}])
+    options = ["--model", str(text_folder), "--data", str(rows), "--steps", "4", "--train", "text", *FAST]
+    options += ["--workers", str(workers)]
+    assert train(["--config", "finetune", "--out", str(tmp_path / "raise"), *options]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("trimode-vlm train: ") and "rows.jsonl row 7" in last and "odd" in last
+    for policy in ("skip", "report"):
+        out = tmp_path / policy
+        assert train(["--config", "finetune", "--out", str(out), "--on_bad_sample", policy, *options]) == 0
+        assert log_of(out)[-1]["samples_skipped"] == 2, "two epochs of eight rows"
+        assert log_of(out)[-1]["samples_seen"] == 16
+        assert ("skipped rows.jsonl row 7" in capsys.readouterr().err) == (policy == "report")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -60,7 +60,9 @@ def train(argv: list[str] | None = None) -> int:
     except (ValueError, FloatingPointError, OSError) as error:
         if "--debug" in flags:
             raise
-        print(f"trimode-vlm train: {error}", file=sys.stderr)
+        # What a data worker raises comes with the worker's traceback; its last line is the message.
+        text = str(error).strip()
+        print(f"trimode-vlm train: {text.splitlines()[-1] if 'Traceback' in text else text}", file=sys.stderr)
         return 1
 
 

@@ -61,6 +61,7 @@ class Batch:
     image whose tokens stand in both halves (noisy_stream="all") is there twice. sequence numbers the samples.
     sample_names: what messages call them.
     is_plain: one document a row and no noisy token, so that plain causal attention is exact.
+    skipped: what was wrong with each bad sample that another one stands for.
     """
 
     input_ids: Tensor
@@ -78,6 +79,7 @@ class Batch:
     sample_ids: tuple[int, ...]
     sample_names: tuple[str, ...] = ()
     is_plain: bool = False
+    skipped: tuple[str, ...] = ()
 
     @property
     def counts(self) -> Counts:
@@ -187,6 +189,7 @@ def collate(samples: Sequence[Encoded], rows: Sequence[DualStream], pad_token_id
         sample_ids=tuple(sample.sample_id for sample in samples),
         sample_names=tuple(sample.name or str(sample.sample_id) for sample in samples),
         is_plain=num_documents == 1 and not bool(is_noisy.any()),
+        skipped=tuple(sample.skipped for sample in samples if sample.skipped),
     )
 
 

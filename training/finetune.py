@@ -104,6 +104,7 @@ def run(settings: FinetuneSettings) -> Path:
         base_name=settings.model,
     )
     trainer.allow_changed = settings.allow_changed_settings
+    trainer.reports_skipped = settings.on_bad_sample == "report"
     if eval_source is not None and settings.eval_answers:
         answered = eval_source.draw(0, 0, 1)[: settings.eval_answers]
         prompts = [prompt_from_sample(sample, processor, trimode_config(model)) for sample in answered]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimode_vlm.training.collate import NoiseSettings
-from trimode_vlm.training.corruption import NOISE_KINDS
+from trimode_vlm.training.corruption import MASK_RATIOS, NOISE_KINDS
 from trimode_vlm.training.dual_stream import (
     BLOCK_ALIGNMENTS,
     BLOCK_OFFSETS,
@@ -74,6 +74,7 @@ class TrainSettings:
     response_padding: str = "none"
     complementary_masks: bool = False
     noise: str = "sequence"
+    mask_ratio: str = "drawn"
     eps: float = 1e-3
     full_block_fraction: float = 0.0
     clean_first_fraction: float = 0.0
@@ -115,6 +116,7 @@ class TrainSettings:
             noisy_stream=NOISY_STREAMS,
             response_padding=RESPONSE_PADDINGS,
             noise=NOISE_KINDS,
+            mask_ratio=MASK_RATIOS,
             optimizer=OPTIMIZERS,
             schedule=SCHEDULES,
             precision=PRECISIONS,
@@ -174,6 +176,7 @@ _NOISE_OPTIONS = (
     "response_padding",
     "complementary_masks",
     "noise",
+    "mask_ratio",
     "eps",
     "full_block_fraction",
     "clean_first_fraction",

@@ -22,7 +22,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from trimode_vlm.model import num_sizes
 from trimode_vlm.training import distributed, saves
 from trimode_vlm.training.arguments import training_arguments
-from trimode_vlm.training.callbacks import LogFile, LossCurves, StallWatch, TrainingProgress, install
+from trimode_vlm.training.callbacks import LogFile, LossCurves, StallWatch, TrainingProgress, install, say
 from trimode_vlm.training.collate import Batch, dummy_batch
 from trimode_vlm.training.data import Source
 from trimode_vlm.training.lora import save_adapter
@@ -62,7 +62,7 @@ class TriModeTrainer(Trainer):
         self.fingerprint: dict[str, Any] = settings.fingerprint()
         self.allow_changed = False
         self.first_step = 0
-        self.base_name = base_name
+        self.base_name, self.reports_skipped = base_name, False
         self._window = _Window()
         if settings.deepspeed:
             distributed.stand_alone()
@@ -112,6 +112,9 @@ class TriModeTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of all micro-batches of a step; returns the step's loss over all ranks."""
         self.stall.running(_sample_names(inputs))
+        if self.reports_skipped:
+            for message in (text for batch in inputs for text in batch.skipped):
+                say(f"{self.name}: skipped {message}")
         model.train()
         alpha = self.settings.alpha_at(self.state.global_step)
         counts, tower_calls = self._agree(inputs)
@@ -172,10 +175,12 @@ class TriModeTrainer(Trainer):
         """
         local = sum((batch.counts for batch in batches), Counts())
         num_tokens = sum(float((batch.document >= 0).sum()) for batch in batches)
-        values = torch.tensor([*asdict(local).values(), num_tokens], dtype=torch.float64)
-        *total, num_tokens = distributed.reduce_(values, self.args.device).tolist()
+        num_skipped = sum(len(batch.skipped) for batch in batches)
+        values = torch.tensor([*asdict(local).values(), num_tokens, num_skipped], dtype=torch.float64)
+        *total, num_tokens, num_skipped = distributed.reduce_(values, self.args.device).tolist()
         counts = Counts(**dict(zip(asdict(local), total, strict=True)))
         self._window.tokens += num_tokens
+        self._window.skipped += num_skipped
         most = int(distributed.reduce_(torch.tensor(max(len(batches), 1)), self.args.device, "max"))
         least = int(self._tower_learns)
         if zero_stage(self._deepspeed_config) < 3:
@@ -264,7 +269,8 @@ class TriModeTrainer(Trainer):
         if "learning_rate" in logs:
             terms = self._window.drain(self.settings.averaging)
             history = self.state.log_history
-            seen = {f"{n}_seen": (last(history, f"{n}_seen") or 0.0) + terms.pop(n) for n in ("samples", "tokens")}
+            totals = {"samples": "samples_seen", "tokens": "tokens_seen", "skipped": "samples_skipped"}
+            seen = {total: (last(history, total) or 0.0) + terms.pop(name) for name, total in totals.items()}
             logs = {**logs, **terms, **seen}
         self.state.epoch = None
         if num_samples := getattr(self.source, "num_samples", None):
@@ -370,7 +376,8 @@ class _Window:
         self._clear()
 
     def _clear(self) -> None:
-        self.sums, self.counts, self.tokens = torch.zeros(4, dtype=torch.float64), Counts(), 0.0
+        self.sums, self.counts = torch.zeros(4, dtype=torch.float64), Counts()
+        self.tokens = self.skipped = 0.0
         self.begin = time.monotonic()
 
     def add(self, sums: Tensor, counts: Counts) -> None:
@@ -381,7 +388,7 @@ class _Window:
         seconds = time.monotonic() - self.begin
         self.last = metrics_from(
             self.sums.tolist(), self.counts, seconds, averaging=averaging, num_tokens=self.tokens
-        ) | {"samples": self.counts.num_sequences, "tokens": self.tokens}
+        ) | {"samples": self.counts.num_sequences, "tokens": self.tokens, "skipped": self.skipped}
         self._clear()
         return self.last
 
@@ -400,7 +407,7 @@ def _fill_up(batches: Sequence[Batch], num_batches: int) -> list[Batch]:
 
 
 def _sample_names(batches: Sequence[Batch]) -> list[str]:
-    return [str(number) for batch in batches for number in batch.sample_ids]
+    return [name for batch in batches for name in batch.sample_names]
 
 
 def _has_frozen(model: nn.Module) -> bool:

@@ -234,7 +234,8 @@ def test_a_new_tower_gets_image_tokens(tmp_path: Path) -> None:
     saved(randomise(LlamaForCausalLM(LlamaConfig(**TEXT))), tmp_path)
     make_tokenizer(specials).save_pretrained(tmp_path)
     model, processor = load(
-        tmp_path, overrides={"vision_config": dict(VISION)},
+        tmp_path,
+        overrides={"vision_config": dict(VISION)},
         allow_missing=["encoder.vision_tower.*", "encoder.multi_modal_projector.*"],
     )
     assert processor.image_token == "<x4>" and processor.image_start_token == "<x5>"

@@ -87,7 +87,9 @@ def _pairs(
         layer = linears[name]
         expected = (rank, layer.in_features), (layer.out_features, rank)
         if (a.shape, b.shape) != expected:
-            problems.append(f"{name}: lora_A {list(a.shape)} and lora_B {list(b.shape)}, "
-                            f"expected {list(expected[0])} and {list(expected[1])}")
+            problems.append(
+                f"{name}: lora_A {list(a.shape)} and lora_B {list(b.shape)}, "
+                f"expected {list(expected[0])} and {list(expected[1])}"
+            )
         pairs[name] = a, b
     return pairs, problems

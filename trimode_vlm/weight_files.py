@@ -23,7 +23,7 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": FP8_DTYPES[0], "F8_E5M2": FP8_DTYPES[1], "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ def scan_file(path: Path) -> list[StoredTensor]:
         raise ValueError(f"{path}: tensor type {error} is not known to this loader") from error
 
 
-def read(
-    stored: StoredTensor, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-) -> Tensor:
+def read(stored: StoredTensor, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Tensor:
     """Read one tensor into memory of its own, cast to `dtype` on the way; integers keep their type.
 
     The file is opened per tensor: a mapping kept open counts every page read from it, so a whole shard would stay

@@ -87,10 +87,11 @@ def run(args: argparse.Namespace) -> int:
         with torch.inference_mode():
             bench_decode(args, note)
     text = json.dumps(result)
+    # Before the file, whose disk may be full by now: the measurement is not lost then.
+    print(f"\n{text}", flush=True)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             file.write(text + "\n")
-    print(f"\n{text}")
     return 0
 
 

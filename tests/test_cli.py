@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from PIL import Image
 
 from trimode_vlm import cli, terminal
 from trimode_vlm.decoders import MODE_OPTIONS
+from trimode_vlm.eval import bench
 
 
 @pytest.fixture
@@ -344,6 +346,21 @@ def test_convert_writes_a_folder_that_loads(chat_model: Any, processor: Any, tmp
     model, _ = trimode_vlm.load(tmp_path / "theirs")
     for (name, ours), theirs in zip(chat_model.state_dict().items(), model.state_dict().values(), strict=True):
         assert ours.equal(theirs), name
+
+
+def test_bench_ends_with_its_document_even_where_the_file_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(args: Any, note: Any) -> None:
+        note("ceiling", "the ceiling", {"ar_tokens_per_sec": 5.0})
+        (tmp_path / "reports").rename(tmp_path / "moved")
+
+    monkeypatch.setattr(bench, "bench_decode", measure)
+    (tmp_path / "reports").mkdir()
+    assert cli.main(["bench", "decode", "--quick", "--json", str(tmp_path / "reports" / "decode.json")]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["ceiling"] == {"ar_tokens_per_sec": 5.0}
+    assert err.splitlines()[-1].endswith("decode.json: No such file or directory")
 
 
 # --- a conversation -------------------------------------------------------------------------------------------------

@@ -74,9 +74,15 @@ def test_every_command_would_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {argv[0] for argv in found} == set(cli.COMMANDS)
     for name, *argv in found:
         if name == "train":
-            from trimode_vlm.training.settings import read_yaml
+            from trimode_vlm.training.cli import FLAGS, read_settings
+            from trimode_vlm.training.settings import parse_overrides
 
-            read_yaml(argv[argv.index("--config") + 1])
+            read_settings(parse_overrides([arg for arg in argv if arg not in FLAGS]))
+            continue
+        if name == "inspect":
+            from trimode_vlm.training.inspect import read_options
+
+            read_options(argv)
             continue
         module: Any = __import__(cli.COMMANDS[name][0], fromlist=["add_arguments"])
         parser = cli.Parser(prog=name)

@@ -93,6 +93,14 @@ def test_smoothing_neither_lags_nor_bends_at_the_ends():
     assert curves.smoothed(line) == pytest.approx(line), "a steady course is neither shifted nor bent at its ends"
 
 
+def test_a_curve_over_many_decades_has_a_logarithmic_axis_and_stays_above_zero(tmp_path, monkeypatch, needs_matplotlib):
+    records = [{"step": step, "ar_loss": 10 * 0.8**step * (100 if step == 50 else 1)} for step in range(1, 101)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    values = drawn(tmp_path, monkeypatch)["loss"]["AR"][1]
+    assert min(values) > 0 and values[-1] == pytest.approx(10 * 0.8**100, rel=1e-6)
+    assert values[46] == pytest.approx(10 * 0.8**47, rel=1e-6), "three steps before the spike nothing is lifted"
+
+
 def test_metrics_that_were_not_logged_leave_their_panel_empty(tmp_path, monkeypatch, needs_matplotlib):
     (tmp_path / "log.jsonl").write_text('{"step": 1, "ar_loss": 2.0, "grad_norm": null}\n')
     panels = drawn(tmp_path, monkeypatch)

@@ -29,7 +29,7 @@ def series(records: Sequence[Record], name: str) -> Series:
     return list(points), list(points.values())
 
 
-def smoothed(values: Sequence[float], share: float = 0.03) -> list[float]:
+def smoothed(values: Sequence[float] | np.ndarray, share: float = 0.03) -> list[float]:
     """A straight line fitted to the neighbours of each point, `share` of all points wide, read at the point.
 
     Inside the curve that is the mean of a centred window, which does not lag behind the points as a running average
@@ -87,21 +87,41 @@ def plot_curves(folder: Path) -> Path | None:
     return path
 
 
-def _draw(axis: Any, records: Sequence[Record], curves: Sequence[Curve], label: str, **scale: Any) -> None:
-    smooth = scale.pop("smooth", True)
-    drawn: list[float] = []
-    for name, color, text in curves:
-        steps, values = series(records, name)
+def _draw(
+    axis: Any,
+    records: Sequence[Record],
+    curves: Sequence[Curve],
+    label: str,
+    *,
+    log: bool = False,
+    bottom: float | None = None,
+    smooth: bool = True,
+) -> None:
+    found = [(color, text, *series(records, name)) for name, color, text in curves]
+    drawn = [value for *_, values in found for value in values]
+    # Plain axes read easier; a logarithmic one only where the values span more than a decade.
+    is_log = log and bool(drawn) and min(drawn) > 0 and max(drawn) > 10 * min(drawn)
+    for color, text, steps, values in found:
         if not values:
             continue
-        drawn += values
         is_long = len(values) >= SMOOTH_FROM
         if not (is_long and smooth):
             axis.plot(steps, values, color=color, linewidth=1.5, marker=None if is_long else ".", label=text)
-        else:
-            axis.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
-            axis.plot(steps, smoothed(values), color=color, linewidth=1.8, label=text)
-    _finish(axis, drawn, label, **scale)
+            continue
+        axis.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
+        # On a logarithmic axis the course is that of the logarithms: a single spike would lift a mean for long.
+        course = np.exp(smoothed(np.log(values))) if is_log else smoothed(values)
+        axis.plot(steps, course, color=color, linewidth=1.8, label=text)
+    axis.set(xlabel="step", ylabel=label)
+    axis.grid(alpha=0.25)
+    if not drawn:
+        axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", va="center", color="grey")
+    elif is_log:
+        axis.set_yscale("log")
+    elif bottom is not None:
+        axis.set_ylim(bottom, (max(drawn) * 1.1) or 1)
+    if len(axis.get_legend_handles_labels()[1]) > 1:
+        axis.legend()
 
 
 def _draw_points(axis: Any, records: Sequence[Record], curves: Sequence[Curve]) -> None:
@@ -110,21 +130,6 @@ def _draw_points(axis: Any, records: Sequence[Record], curves: Sequence[Curve]) 
         if values:
             axis.plot(steps, values, color=color, marker="o", linestyle="--", markeredgecolor="black", label=text)
             axis.legend()
-
-
-def _finish(axis: Any, values: Sequence[float], label: str, log: bool = False, bottom: float | None = None) -> None:
-    axis.set(xlabel="step", ylabel=label)
-    axis.grid(alpha=0.25)
-    if not values:
-        axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", va="center", color="grey")
-        return
-    # Plain axes read easier; a logarithmic one only where the values span more than a decade.
-    if log and min(values) > 0 and max(values) > 10 * min(values):
-        axis.set_yscale("log")
-    elif bottom is not None:
-        axis.set_ylim(bottom, (max(values) * 1.1) or 1)
-    if len(axis.get_legend_handles_labels()[1]) > 1:
-        axis.legend()
 
 
 def main(argv: Sequence[str]) -> int:

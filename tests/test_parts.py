@@ -257,6 +257,17 @@ def test_merged_logits_are_the_adapters_and_names_the_released_ones(train):
     assert merge(merged) is merged
 
 
+@pytest.mark.parametrize("mode", ["ar", "diffusion", "linear_spec"])
+def test_an_unmerged_adapter_decodes_as_the_merged_model(mode):
+    """Decoding runs on bare weights where it may; with LoRA on the layers it must not."""
+    model = make_tiny_model()
+    given = {**inputs(), "mode": mode, "max_new_tokens": 12}
+    plain = model.generate(**given).sequences
+    wrapped = train_a_little(add_lora(model, LoraSettings(rank=3)))
+    adapted = wrapped.generate(**given).sequences
+    assert adapted.tolist() == merge(wrapped).generate(**given).sequences.tolist() != plain.tolist()
+
+
 @pytest.fixture
 def trained(tmp_path):
     """A tiny model on disk and an adapter, trained on it with the whole projector: (base, adapter folder, logits)."""
@@ -543,3 +554,4 @@ def test_4bit_text_layers_learn_by_lora():
     assert all(p.grad is not None for p in wrapped.parameters() if p.requires_grad)
     error = (logits_of(wrapped) - expected).norm() / expected.norm()
     assert 0 < error < 0.5
+    assert wrapped.generate(**inputs(), max_new_tokens=4).sequences.shape[1] > inputs()["input_ids"].shape[1]

@@ -43,6 +43,8 @@ WRONG = [
     ("--joint.lr nan", "joint.lr must be above 0, got nan"),
     ("--joint.steps nan", "'joint.steps': nan is not a int"),
     ("--joint.seed 1e40", "joint.seed must be between 0 and 9223372036854775807"),
+    ("--seed -1", "seed must be between 0 and 9223372036854775807, got -1"),
+    ("--model.hiden_size 3", "unknown setting 'model.hiden_size'; the nearest known one is 'model.hidden_size'"),
     ("--out /proc/no/such", "out /proc/no/such: not a folder that can be made"),
     ("--out ''", "out must name a folder, got ''"),
     ("--joint.warmup 3", "joint.warmup must be between 0 and 1, got 3.0"),

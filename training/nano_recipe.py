@@ -7,17 +7,18 @@ A folder remembers its settings; a run with others is refused before anything is
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from trimode_vlm.config import preset
+from trimode_vlm.config import TriModeConfig, preset
 from trimode_vlm.generation_config import TriModeGenerationConfig
 from trimode_vlm.model import TriModeVLM
 from trimode_vlm.training import distributed, saves
@@ -80,6 +81,11 @@ class NanoSettings:
     def __post_init__(self) -> None:
         check_known(self, recipe=("nano",))
         check_range(self, 1, math.inf, "threads")
+        check_range(self, 0, 2**63 - 1, "seed")
+        known = [f.name for f in fields(TriModeConfig)]
+        if unknown := [name for name in self.model if name not in known]:
+            near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.0)
+            raise ValueError(f"unknown setting 'model.{unknown[0]}'; the nearest known one is 'model.{near[0]}'")
         if zero_stage(deepspeed_config(self.deepspeed)) > 2:
             raise ValueError("deepspeed: the nano recipe takes ZeRO 0 to 2, each stage starts from whole weights")
 

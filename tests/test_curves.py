@@ -124,7 +124,7 @@ def test_without_matplotlib_it_is_one_line_and_no_crash(tmp_path, capsys, monkey
     monkeypatch.setattr(builtins, "__import__", without)
     toy_trainer(tmp_path, [LogFile(tmp_path), LossCurves(tmp_path)]).train()
     found = [line for line in capsys.readouterr().err.splitlines() if "matplotlib" in line]
-    assert found == ["no loss curves: matplotlib is not installed (pip install 'trimode-vlm[eval]')"]
+    assert found == ["no loss curves: matplotlib is not installed (pip install 'trimode-vlm[train]')"]
     assert not (tmp_path / "curves.png").exists()
     assert curves.main([str(tmp_path)]) == 1 and "pip install" in capsys.readouterr().err
 

@@ -194,7 +194,7 @@ def test_nan_stops_with_step_and_samples(tmp_path):
     t = trainer(tmp_path)
     with torch.no_grad():
         t.model.diffusion_head.weight[0, 0] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"not finite at step 0, samples \d.*lower lr"):
+    with pytest.raises(FloatingPointError, match=r"not finite at step 1, samples \d.*lower lr"):
         t.fit()
     assert saves.newest_checkpoint(tmp_path) is None
 

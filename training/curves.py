@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-NO_MATPLOTLIB = "no loss curves: matplotlib is not installed (pip install 'trimode-vlm[eval]')"
+NO_MATPLOTLIB = "no loss curves: matplotlib is not installed (pip install 'trimode-vlm[train]')"
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import trimode_vlm
+from trimode_vlm.checkpoints import convert
 from trimode_vlm.training import distributed
 from trimode_vlm.training.callbacks import SampleGenerations
 from trimode_vlm.training.data import Source
@@ -108,19 +109,24 @@ def run(settings: FinetuneSettings) -> Path:
     if eval_source is not None and settings.eval_answers:
         answered = eval_source.draw(0, 0, 1)[: settings.eval_answers]
         prompts = [prompt_from_sample(sample, processor, trimode_config(model)) for sample in answered]
-        shown = SampleGenerations(out, prompts, processor, gathered=trainer.gathered, beat=trainer.stall.beat)
+        shown = SampleGenerations(out, prompts, processor, beat=trainer.stall.beat)
         trainer.add_callback(shown)
     trainer.fit()
     return export(trainer, settings)
 
 
 def load_model(settings: FinetuneSettings) -> tuple[Any, Any]:
-    """The checkpoint and its processor, on the CPU; in 16 bits where DeepSpeed keeps its own fp32 copy."""
+    """The checkpoint and its processor, on the CPU.
+
+    Weights that an optimizer updates are fp32; 16 bits are for a base that LoRA leaves alone, and for DeepSpeed, which
+    keeps an fp32 copy of its own.
+    """
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
-    options: dict[str, Any] = {"dtype": half if settings.deepspeed and half else torch.float32}
-    if settings.lora is not None and settings.lora.quantize:
-        options = {"dtype": half or torch.float32, "quantize": settings.lora.quantize}
-    model, processor = trimode_vlm.load(settings.model, mask_token_id=settings.mask_token_id, **options)
+    dtype = half if half and (settings.deepspeed or settings.lora) else torch.float32
+    quantize = settings.lora.quantize if settings.lora else None
+    model, processor = trimode_vlm.load(
+        settings.model, dtype=dtype, quantize=quantize, mask_token_id=settings.mask_token_id
+    )
     if processor is None:
         raise ValueError(f"{settings.model} holds no tokenizer, which reading data needs")
     if settings.gradient_checkpointing:
@@ -139,6 +145,10 @@ def choose_parts(model: Any, settings: FinetuneSettings) -> Any:
         select_parts(model, settings.train)
     else:
         model = add_lora(model, settings.lora, [part for part in settings.train if part != "text"])
+        if not settings.deepspeed:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
     return model
 
 
@@ -226,12 +236,9 @@ def export(trainer: TriModeTrainer, settings: FinetuneSettings) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         draft.replace(target)
         if settings.lora is not None and settings.merge:
-            model, processor = trimode_vlm.load(target)
-            model.save_pretrained(out / "model")
-            processor.save_pretrained(out / "model")
-            target = out / "model"
+            target = convert(target, out / "model", overwrite=True)
     distributed.wait()
-    return target
+    return out / "model" if (out / "model").is_dir() else target
 
 
 def _run_files(folder: str, names: list[str]) -> list[str]:

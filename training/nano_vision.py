@@ -208,7 +208,7 @@ class VisionTrainer(TriModeTrainer):
         sums = torch.cat([losses.detach(), hits.float().sum(0)]).double().cpu()
         values = distributed.reduce_(sums, self.args.device) / num_cells
         if not values.isfinite().all():
-            raise FloatingPointError(not_finite_message(self.state.global_step, [str(s) for s in inputs.seeds]))
+            raise FloatingPointError(not_finite_message(self.state.global_step + 1, [str(s) for s in inputs.seeds]))
         self._values = dict(zip((*LOSSES, *ACCURACIES), values.tolist(), strict=True))
         return values[: len(LOSSES)].sum().to(self.args.device, torch.float32)
 

@@ -133,7 +133,7 @@ class TriModeTrainer(Trainer):
         distributed.reduce_(sums, self.args.device)
         if not sums.isfinite().all():
             what = "the loss" if is_finite_here else "this rank's loss"
-            raise FloatingPointError(not_finite_message(self.state.global_step, _sample_names(inputs), what))
+            raise FloatingPointError(not_finite_message(self.state.global_step + 1, _sample_names(inputs), what))
         self._window.add(sums, counts)
         return combine(sums[0], sums[1], counts, alpha=alpha, averaging=self.settings.averaging).to(self.args.device)
 
@@ -196,7 +196,8 @@ class TriModeTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
         norm = super()._get_grad_norm(model, grad_norm)
         if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
-            raise FloatingPointError(not_finite_message(self.state.global_step, [], "the gradient"))
+            step = self.state.global_step + 1
+            raise FloatingPointError(not_finite_message(step, self.stall.sample_names, "the gradient"))
         return None if norm is None else float(norm)
 
     # Data.
@@ -255,14 +256,6 @@ class TriModeTrainer(Trainer):
         model.train()
         self._window.begin = time.monotonic()
         return metrics
-
-    def gathered(self) -> Any:
-        """A context in which rank 0 has whole weights, also under ZeRO-3, and no DeepSpeed hook runs."""
-        if zero_stage(self._deepspeed_config) < 3:
-            return nullcontext()
-        import deepspeed
-
-        return deepspeed.zero.GatheredParameters(list(self.model.parameters()))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the loss terms since the last log to the Trainer's own numbers, and totals of the run."""

@@ -48,7 +48,7 @@ class ConversationCache:
 
 def image_digest(pixels: Tensor) -> str:
     """A fingerprint of one image's pixel values."""
-    return hashlib.blake2b(pixels.detach().float().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.sha256(pixels.detach().float().cpu().contiguous().numpy().data).hexdigest()
 
 
 def image_spans(token_ids: list[int], image_token_id: int | None, counts: list[int]) -> list[tuple[int, int]]:

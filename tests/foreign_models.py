@@ -14,20 +14,20 @@ VOCAB = 160
 TEXT: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)
+)  # fmt: skip
 # 64 original positions, so that short tests run past them, through YaRN's and the query scale's interesting part.
 YARN: dict[str, Any] = dict(
     rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
     mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1, max_position_embeddings=512,
-)
+)  # fmt: skip
 VISION: dict[str, Any] = dict(
     model_type="pixtral", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
     patch_size=14, image_size=280, hidden_act="silu",
-)
+)  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
-)
+)  # fmt: skip
 IMG, BREAK, END = 10, 12, 13
 
 
@@ -44,7 +44,9 @@ def randomise(model: Any, seed: int = 0, scale: float = 0.2) -> Any:
 def mistral3(tie: bool = False, **text: Any) -> Any:
     config = Mistral3Config(
         text_config={"model_type": "ministral3", **TEXT, "rope_parameters": dict(YARN), **text},
-        vision_config=dict(VISION), image_token_index=IMG, tie_word_embeddings=tie,
+        vision_config=dict(VISION),
+        image_token_index=IMG,
+        tie_word_embeddings=tie,
     )
     return randomise(Mistral3ForConditionalGeneration(config))
 

@@ -75,9 +75,7 @@ def test_fp8(block: int | None, tmp_path: Path) -> None:
     ours, _ = load(tmp_path, dtype="float32")
     state = ours.state_dict()
     for name, want in meant.items():
-        torch.testing.assert_close(
-            state[name.replace("language_model.model.", "encoder.")], want, atol=1e-7, rtol=1e-6
-        )
+        torch.testing.assert_close(state[name.replace("language_model.model.", "encoder.")], want, atol=1e-7, rtol=1e-6)
     assert not hasattr(ours.config, "quantization_config")
     assert load(tmp_path)[0].dtype == torch.bfloat16
 

@@ -132,8 +132,12 @@ def test_tied_and_untied_vlm(tie: bool, tmp_path: Path) -> None:
 def greedy(theirs: Any, ids: torch.Tensor, count: int, never: list[int], **inputs: Any) -> list[int]:
     """transformers' own greedy tokens; `never` are the ids that our decoders do not emit either."""
     out = theirs.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
-        suppress_tokens=never or None, **inputs,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        suppress_tokens=never or None,
+        **inputs,
     )
     return out[0, ids.shape[1] :].tolist()
 
@@ -157,7 +161,7 @@ PROMPTS = [
     "To make bread you need", "import numpy as", "The mitochondria is", "My favourite book is", "Roses are red,",
     "The largest planet is", "SELECT name FROM", "The sum of the angles", "Photosynthesis is", "A haiku about rain:",
     "The quick brown fox",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

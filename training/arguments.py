@@ -15,6 +15,7 @@ from trimode_vlm.training.train_settings import TrainSettings
 def training_arguments(settings: TrainSettings, folder: Path, evaluates: bool = False) -> TrainingArguments:
     """The Trainer's own arguments for our settings."""
     s = settings
+    options: dict[str, float | str]
     warmup = round(s.warmup * s.steps)
     if s.schedule == "cosine":
         schedule, options = "cosine_with_min_lr", {"min_lr_rate": s.min_lr_ratio}

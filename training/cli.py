@@ -115,10 +115,10 @@ def check(settings: Any) -> int:
     """Read all data once; returns 1 if anything is wrong with it."""
     if settings.recipe != "finetune":
         raise ValueError("--check reads a user's data: the nano recipe makes its own")
+    from trimode_vlm.checkpoints import open_processor
     from trimode_vlm.training.check import check_data
-    from trimode_vlm.training.inspect import open_model
 
-    _, processor = open_model(settings.model, settings.mask_token_id)
+    _, processor = open_processor(settings.model, settings.mask_token_id)
     reports = [
         check_data(data, processor, max_length=settings.max_length, workers=settings.workers)
         for data in (settings.data, settings.eval_data)
@@ -133,10 +133,10 @@ def estimate(settings: Any, gpus: int) -> int:
     """Print what a step costs."""
     if settings.recipe != "finetune":
         raise ValueError("--estimate is for fine-tuning: the nano model fits anywhere")
+    from trimode_vlm.checkpoints import open_processor
     from trimode_vlm.training.estimate import estimate_report
     from trimode_vlm.training.finetune import estimate_inputs
-    from trimode_vlm.training.inspect import open_model
 
-    config, processor = open_model(settings.model, settings.mask_token_id)
+    config, processor = open_processor(settings.model, settings.mask_token_id)
     print(estimate_report(estimate_inputs(settings, config, processor, gpus), config, gpus))
     return 0

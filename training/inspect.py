@@ -154,28 +154,12 @@ def find_sample(settings: Any, options: InspectOptions) -> tuple[Any, Any, Encod
         sample = nano_recipe.sample_maker(processor, train, options.stage)(options.index, step)
         sample = replace(sample, name=f"nano's stage {options.stage}, sample {options.index}")
     else:
+        from trimode_vlm.checkpoints import open_processor
         from trimode_vlm.training.samples import read_sample
 
-        config, processor = open_model(settings.model, settings.mask_token_id)
+        config, processor = open_processor(settings.model, settings.mask_token_id)
         train = settings
         step = train.steps - 1 if options.step is None else options.step
         sample = read_sample(settings.data, processor, options.index, settings.max_length)
     noise = train.noise_settings(step, **noise_token_ids(config, train))
     return config, processor, replace(sample, epoch=options.epoch), noise
-
-
-def open_model(model: str, mask_token_id: int | None = None) -> tuple[Any, Any]:
-    """The config and processor of what `trimode_vlm.load` takes; of the weights, only headers are read.
-
-    Raises:
-        ValueError: no such model, or it holds no tokenizer.
-    """
-    from trimode_vlm.checkpoints import companions_of, open_weights, resolve
-    from trimode_vlm.processor_files import load_processor
-
-    folder = resolve(model)
-    weights = open_weights(folder, mask_token_id)
-    processor = load_processor(companions_of(folder), weights.config, weights.source.layout)
-    if processor is None:
-        raise ValueError(f"{model} holds no tokenizer, so there is nothing to read data with")
-    return weights.config, processor

@@ -130,7 +130,7 @@ def run(settings: NanoSettings) -> Path:
 
 def stage_settings(settings: NanoSettings, name: str, steps: int | None = None) -> TrainSettings:
     """One stage's settings with the run's seed; control's are joint's with alpha 0."""
-    of_run = {"seed": settings.seed, "deepspeed": settings.deepspeed}
+    of_run: dict[str, Any] = {"seed": settings.seed, "deepspeed": settings.deepspeed}
     if name == "control":
         return replace(settings.joint, alpha=0.0, steps=steps or settings.joint.steps, **of_run)
     stages: dict[str, TrainSettings] = {"vision": settings.vision, "ar": settings.ar, "joint": settings.joint}

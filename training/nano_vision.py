@@ -199,7 +199,7 @@ class VisionTrainer(TriModeTrainer):
         seeds = tuple(picture.seed for picture in pictures)
         return Pictures(pad_pixels(images), sizes, torch.tensor(labels), torch.stack(vectors), seeds)
 
-    def training_step(self, model: nn.Module, inputs: Pictures, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over this rank's pictures; the loss is a mean over all ranks' cells."""
         model.train()
         num_cells = distributed.reduce_(torch.tensor(float(len(inputs.labels))), self.args.device).item()

@@ -195,7 +195,7 @@ def chosen(settings: Any) -> str:
 
 
 def _chosen(settings: Any) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for f in fields(settings):
         value = getattr(settings, f.name)
         default = (

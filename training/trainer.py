@@ -45,6 +45,14 @@ class TriModeTrainer(Trainer):
     base_name: what the model was loaded from, which an adapter is saved with.
     """
 
+    # What the Trainer makes in the course of its life: never None where we use it.
+    model: Any
+    model_wrapped: Any
+    lr_scheduler: Any
+    optimizer: Any
+    eval_dataset: Any
+    state: Any
+
     def __init__(
         self,
         model: nn.Module,

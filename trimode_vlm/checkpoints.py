@@ -84,6 +84,20 @@ def load(
     return model.eval(), load_processor(companions, model.config, weights.source.layout)
 
 
+def open_processor(path_or_id: str | Path, mask_token_id: int | None = None) -> tuple[Any, Any]:
+    """The config and processor of what `load` takes, without its weights; of those only headers are read.
+
+    Raises:
+        ValueError: no such model, or it holds no tokenizer.
+    """
+    folder = resolve(path_or_id)
+    weights = open_weights(folder, mask_token_id)
+    processor = load_processor(companions_of(folder), weights.config, weights.source.layout)
+    if processor is None:
+        raise ValueError(f"{path_or_id} holds no tokenizer, so there is nothing to read data with")
+    return weights.config, processor
+
+
 def convert(
     source: str | Path,
     target_dir: str | Path,

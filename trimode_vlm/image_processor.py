@@ -125,7 +125,9 @@ class TriModeImageProcessor(BaseImageProcessor):
         sizes = [self.model_size(image.height, image.width) for image in opened]
         pixels = [
             to_pixels(
-                image, size, rule=self.resize_rule,
+                image,
+                size,
+                rule=self.resize_rule,
                 rescale_factor=self.rescale_factor if self.do_rescale else None,
                 mean=self.image_mean if self.do_normalize else None,
                 std=self.image_std if self.do_normalize else None,

@@ -146,10 +146,12 @@ def check(
     absent = {name for name in (*missing, *misshaped) if _matches(allow_missing, name)}
     listings = {
         "missing": [f"{n} {list(expected[n].shape)}" for n in missing if n not in absent],
-        "unexpected": [_unexpected(n, stored[n]) for n in unexpected
-                       if not _matches(allow_unexpected, n, stored[n].name)],
-        "mis-shaped": [f"{n}: file {list(stored[n].shape)}, model {list(expected[n].shape)}"
-                       for n in misshaped if n not in absent],
+        "unexpected": [
+            _unexpected(n, stored[n]) for n in unexpected if not _matches(allow_unexpected, n, stored[n].name)
+        ],
+        "mis-shaped": [
+            f"{n}: file {list(stored[n].shape)}, model {list(expected[n].shape)}" for n in misshaped if n not in absent
+        ],
     }
     if any(listings.values()):
         parts = [f"{kind} ({len(names)}):\n  {_listing(names)}" for kind, names in listings.items() if names]

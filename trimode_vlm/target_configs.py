@@ -81,8 +81,11 @@ def _ministral3(config: TriModeConfig) -> PreTrainedConfig:
     if config.image_token_id is None:
         raise ValueError("ministral3 needs an image token and this model's config has no image_token_id")
     full = Mistral3Config(
-        text_config=text, vision_config=copy.deepcopy(config.vision_config), image_token_index=config.image_token_id,
-        vision_feature_layer=config.vision_feature_layer, tie_word_embeddings=config.tie_word_embeddings,
+        text_config=text,
+        vision_config=copy.deepcopy(config.vision_config),
+        image_token_index=config.image_token_id,
+        vision_feature_layer=config.vision_feature_layer,
+        tie_word_embeddings=config.tie_word_embeddings,
         **{name: getattr(config, name) for name in PROJECTOR_FIELDS},
     )
     full.architectures = ["Mistral3ForConditionalGeneration"]

@@ -271,7 +271,7 @@ def compare_modes(model: Any, prompts: list[dict[str, Any]], repeats: int) -> di
 
 
 def cost_by_block_length(model: Any, inputs: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Milliseconds of one cached causal forward, head included, by how many tokens it takes.
+    """Milliseconds of one cached causal forward as decoding makes it, head included, by how many tokens it takes.
 
     A block pays when a cycle, draft and verify, brings more tokens than two such forwards cost in one-token forwards.
     """
@@ -279,15 +279,25 @@ def cost_by_block_length(model: Any, inputs: dict[str, Any], repeats: int) -> di
 
     from trimode_vlm import patterns
     from trimode_vlm.cache import KVCache
+    from trimode_vlm.lean_forward import lean_forward
+    from trimode_vlm.model_inputs import positions
 
     length = inputs["input_ids"].shape[1]
     cache = KVCache(model.config, 1, length + max(BLOCK_LENGTHS), model.dtype, model.device)
     model(**inputs, cache=cache, logits_to_keep=1)
     cache.advance([length])
+    lean = lean_forward(model.encoder)
 
     def forward(n: int) -> Callable[[], object]:
         ids = torch.randint(0, model.config.vocab_size, (1, n), device=model.device)
-        return lambda: model(input_ids=ids, pattern=patterns.causal(1, n, ids.device, length), cache=cache)
+        position_ids = positions(1, n, length, None, ids.device)
+
+        def call() -> object:
+            pattern = patterns.causal(1, n, ids.device, length)
+            embeds = model.encoder.embed_tokens(ids)
+            return model.diffusion_head(model.hidden(embeds, position_ids, pattern, cache, lean))
+
+        return call
 
     seconds = interleaved({f"block {n}": repeat(forward(n), 10) for n in BLOCK_LENGTHS}, repeats)
     ms = {name: value / 10 * 1e3 for name, value in seconds.items()}

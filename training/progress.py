@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from trimode_vlm.training.objective import Counts, denominators
@@ -35,6 +38,31 @@ def metrics_from(
         }
     metrics |= {"supervised_tokens": counts.num_supervised, "masked_tokens": counts.num_masked}
     return metrics | {"tokens_per_sec": num_tokens / seconds if seconds > 0 else 0.0}
+
+
+class Window:
+    """Sums, counts and tokens of the steps since the last log, over all ranks."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sums, self.counts = torch.zeros(4, dtype=torch.float64), Counts()
+        self.tokens = self.skipped = 0.0
+        self.begin = time.monotonic()
+
+    def add(self, sums: Tensor, counts: Counts) -> None:
+        self.sums, self.counts = self.sums + sums, self.counts + counts
+
+    def drain(self, averaging: str) -> dict[str, float]:
+        """The metrics of everything added, which is forgotten then."""
+        seconds = time.monotonic() - self.begin
+        self.last = metrics_from(
+            self.sums.tolist(), self.counts, seconds, averaging=averaging, num_tokens=self.tokens
+        ) | {"samples": self.counts.num_sequences, "tokens": self.tokens, "skipped": self.skipped}
+        self._clear()
+        return self.last
 
 
 def is_evaluation(logs: Logs) -> bool:

@@ -16,42 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
+from transformers import TrainerCallback
 
 from trimode_vlm.model import num_sizes
 from trimode_vlm.training import distributed, saves
 from trimode_vlm.training.arguments import training_arguments
 from trimode_vlm.training.callbacks import LogFile, LossCurves, StallWatch, TrainingProgress, install, say
+from trimode_vlm.training.checkpointed import CheckpointedTrainer
 from trimode_vlm.training.collate import Batch, dummy_batch
 from trimode_vlm.training.data import Source
-from trimode_vlm.training.lora import save_adapter
 from trimode_vlm.training.objective import Counts, combine, tri_mode_terms
-from trimode_vlm.training.optimizers import load_optimizer_tensors, make_optimizer, optimizer_tensors
+from trimode_vlm.training.optimizers import make_optimizer
 from trimode_vlm.training.parts import parameter_groups, part_of
 from trimode_vlm.training.presets import offloads_optimizer, without_shared_memory_op, zero_stage
-from trimode_vlm.training.progress import last, metrics_from
-from trimode_vlm.training.reshard import mend_groups, to_universal
+from trimode_vlm.training.progress import Window, last
+from trimode_vlm.training.reshard import to_universal
 from trimode_vlm.training.steps import MakeBatches, Steps, noise_token_ids
 from trimode_vlm.training.train_settings import TrainSettings, check_unchanged
 from trimode_vlm.training.watch import not_finite_message
 
 
-class TriModeTrainer(Trainer):
+class TriModeTrainer(CheckpointedTrainer):
     """Trains `model` on `source` in `folder`; `fit` resumes from the newest whole checkpoint there.
 
     Every checkpoint holds the `fingerprint` of the run; resuming with another one is refused unless `allow_changed`.
     A checkpoint is itself a model folder. eval_source: held-out samples, of which `evaluate` takes one epoch.
     base_name: what the model was loaded from, which an adapter is saved with.
     """
-
-    # What the Trainer makes in the course of its life: never None where we use it.
-    model: Any
-    model_wrapped: Any
-    lr_scheduler: Any
-    optimizer: Any
-    eval_dataset: Any
-    state: Any
 
     def __init__(
         self,
@@ -70,8 +61,9 @@ class TriModeTrainer(Trainer):
         self.fingerprint: dict[str, Any] = settings.fingerprint()
         self.allow_changed = False
         self.first_step = 0
-        self.base_name, self.reports_skipped = base_name, False
-        self._window = _Window()
+        self.keep_checkpoints, self.base_name = settings.keep_checkpoints, base_name
+        self.reports_skipped = False
+        self._window = Window()
         if settings.deepspeed:
             distributed.stand_alone()
             if distributed.use_cpu():
@@ -203,7 +195,8 @@ class TriModeTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
         norm = super()._get_grad_norm(model, grad_norm)
-        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+        # In fp16 the loss scale is too large at times: the step is skipped and the scale falls.
+        if norm is not None and self.settings.precision != "fp16" and not torch.isfinite(torch.as_tensor(norm)):
             step = self.state.global_step + 1
             raise FloatingPointError(not_finite_message(step, self.stall.sample_names, "the gradient"))
         return None if norm is None else float(norm)
@@ -240,7 +233,7 @@ class TriModeTrainer(Trainer):
         last_step = self.settings.steps - 1  # its alpha and block length, whenever it is asked
         model = self.model_wrapped
         model.eval()
-        training, self._window = self._window, _Window()
+        training, self._window = self._window, Window()
         step = 0
         while True:
             samples = make.source.draw(step, make.rank, make.world)
@@ -292,106 +285,14 @@ class TriModeTrainer(Trainer):
                 raise ValueError("optimizer 'muon' needs whole matrices: use deepspeed zero0 or optimizer adamw")
             on_cpu = offloads_optimizer(self._deepspeed_config) and torch.cuda.is_available()
             betas = (s.betas[0], s.betas[1])
-            self.optimizer = make_optimizer(self._named, self._groups(), s.optimizer, betas, on_cpu=on_cpu)
+            self.optimizer = make_optimizer(self._named, self.parameter_groups(), s.optimizer, betas, on_cpu=on_cpu)
         return self.optimizer
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The parameters that train, each part with its learning rate."""
         s = self.settings
         rates = {"lr_vision": s.lr_vision, "lr_projector": s.lr_projector}
         return parameter_groups(self.model, s.lr, **rates, weight_decay=s.weight_decay)
-
-    @property
-    def _deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration as the engine will get it, empty without DeepSpeed."""
-        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
-        return {} if plugin is None else plugin.hf_ds_config.config
-
-    @property
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-
-    # Checkpoints.
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        distributed.wait()
-        if self.args.should_save:
-            checkpoint = self.folder / f"checkpoint-{self.state.global_step}"
-            saves.write_run(checkpoint, settings=self.fingerprint, world=distributed.num_ranks(), name=self.name)
-            saves.write_manifest(checkpoint)
-            # Only now: an older checkpoint goes when the new one is whole.
-            rotate_checkpoints(str(self.folder), self.settings.keep_checkpoints, self.state.best_model_checkpoint)
-        distributed.wait()
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        # As the Trainer does it, without its pickled arguments.
-        folder = Path(output_dir or self.folder)
-        if not self.args.should_save:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(self.model, "peft_config"):
-            save_adapter(self.model, folder, self.base_name, state_dict)
-        elif hasattr(self.model, "save_pretrained"):
-            self.model.save_pretrained(folder, state_dict=state_dict)
-        else:
-            saves.save_weights(self.model, folder / "model.safetensors")
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.is_deepspeed_enabled:
-            self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=_has_frozen(self.model))
-        if self.args.should_save:
-            tensors = {} if self.is_deepspeed_enabled else optimizer_tensors(self._torch_optimizer, self._named)
-            saves.save_optimizer(tensors, self.lr_scheduler.state_dict(), Path(output_dir))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        tensors, scheduler = saves.load_optimizer(Path(checkpoint))
-        if not self.is_deepspeed_enabled:
-            load_optimizer_tensors(self._torch_optimizer, self._named, tensors)
-        self.lr_scheduler.load_state_dict({"lr_lambdas": [None] * len(self.lr_scheduler.base_lrs), **scheduler})
-        if "checkpoint" in self._deepspeed_config:
-            mend_groups(self.model_wrapped.optimizer.optimizer, self._groups())
-        for group, lr in zip(self.lr_scheduler.optimizer.param_groups, scheduler["_last_lr"], strict=True):
-            group["lr"] = lr
-
-    @property
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        saves.save_random_state(Path(output_dir), distributed.rank())
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            saves.load_random_state(Path(checkpoint), distributed.rank())
-
-
-class _Window:
-    """Sums and counts since the last log, and totals of the run."""
-
-    def __init__(self) -> None:
-        self.last: dict[str, float] = {}
-        self._clear()
-
-    def _clear(self) -> None:
-        self.sums, self.counts = torch.zeros(4, dtype=torch.float64), Counts()
-        self.tokens = self.skipped = 0.0
-        self.begin = time.monotonic()
-
-    def add(self, sums: Tensor, counts: Counts) -> None:
-        self.sums, self.counts = self.sums + sums, self.counts + counts
-
-    def drain(self, averaging: str) -> dict[str, float]:
-        """The metrics of everything added, which is forgotten then."""
-        seconds = time.monotonic() - self.begin
-        self.last = metrics_from(
-            self.sums.tolist(), self.counts, seconds, averaging=averaging, num_tokens=self.tokens
-        ) | {"samples": self.counts.num_sequences, "tokens": self.tokens, "skipped": self.skipped}
-        self._clear()
-        return self.last
 
 
 class KeepBest(TrainerCallback):
@@ -409,7 +310,3 @@ def _fill_up(batches: Sequence[Batch], num_batches: int) -> list[Batch]:
 
 def _sample_names(batches: Sequence[Batch]) -> list[str]:
     return [name for batch in batches for name in batch.sample_names]
-
-
-def _has_frozen(model: nn.Module) -> bool:
-    return any(not p.requires_grad for p in model.parameters())

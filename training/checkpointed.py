@@ -1,0 +1,108 @@
+"""transformers' Trainer with checkpoints that are whole or skipped, hold no pickle, and are model folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+from trimode_vlm.training import distributed, saves
+from trimode_vlm.training.lora import save_adapter
+from trimode_vlm.training.optimizers import load_optimizer_tensors, optimizer_tensors
+from trimode_vlm.training.reshard import mend_groups
+
+
+class CheckpointedTrainer(Trainer):
+    """How a run is saved and restored; see saves.py for the files. DeepSpeed's state stays in DeepSpeed's format.
+
+    A subclass sets these before the Trainer's own __init__. folder: of the run. fingerprint: settings that a resumed
+    run must share. keep_checkpoints: how many stay, the best one not counted. base_name: what an adapter is saved with.
+    """
+
+    folder: Path
+    fingerprint: dict[str, Any]
+    keep_checkpoints: int
+    base_name: str
+    name: str
+
+    # What the Trainer makes in the course of its life: never None where we use it.
+    model: Any
+    model_wrapped: Any
+    lr_scheduler: Any
+    optimizer: Any
+    eval_dataset: Any
+    state: Any
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, as a subclass makes them."""
+        raise NotImplementedError
+
+    @property
+    def _deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration as the engine will get it, empty without DeepSpeed."""
+        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
+        return {} if plugin is None else plugin.hf_ds_config.config
+
+    @property
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        distributed.wait()
+        if self.args.should_save:
+            checkpoint = self.folder / f"checkpoint-{self.state.global_step}"
+            saves.write_run(checkpoint, settings=self.fingerprint, world=distributed.num_ranks(), name=self.name)
+            saves.write_manifest(checkpoint)
+            # Only now: an older checkpoint goes when the new one is whole.
+            rotate_checkpoints(str(self.folder), self.keep_checkpoints, self.state.best_model_checkpoint)
+        distributed.wait()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        # As the Trainer does it, without its pickled arguments.
+        folder = Path(output_dir or self.folder)
+        if not self.args.should_save:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if hasattr(self.model, "peft_config"):
+            save_adapter(self.model, folder, self.base_name, state_dict)
+        elif hasattr(self.model, "save_pretrained"):
+            self.model.save_pretrained(folder, state_dict=state_dict)
+        else:
+            saves.save_weights(self.model, folder / "model.safetensors")
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.is_deepspeed_enabled:
+            self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=hasattr(self.model, "peft_config"))
+        if self.args.should_save:
+            tensors = {} if self.is_deepspeed_enabled else optimizer_tensors(self._torch_optimizer, self._named)
+            saves.save_optimizer(tensors, self.lr_scheduler.state_dict(), Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        tensors, scheduler = saves.load_optimizer(Path(checkpoint))
+        if not self.is_deepspeed_enabled:
+            load_optimizer_tensors(self._torch_optimizer, self._named, tensors)
+        self.lr_scheduler.load_state_dict({"lr_lambdas": [None] * len(self.lr_scheduler.base_lrs), **scheduler})
+        if "checkpoint" in self._deepspeed_config:
+            mend_groups(self.model_wrapped.optimizer.optimizer, self.parameter_groups())
+        for group, lr in zip(self.lr_scheduler.optimizer.param_groups, scheduler["_last_lr"], strict=True):
+            group["lr"] = lr
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        saves.save_random_state(Path(output_dir), distributed.rank())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            saves.load_random_state(Path(checkpoint), distributed.rank())

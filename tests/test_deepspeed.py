@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_finetune import FAST, vlm_folder, write_rows  # noqa: F401 - a fixture
 from test_trainer import log_of, trainer
 from training_cases import MIXED, sample
 from transformers import TrainerCallback
 
 import trimode_vlm
 from trimode_vlm.training import distributed, saves
+from trimode_vlm.training.cli import train
 from trimode_vlm.training.data import ListSource
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -157,3 +159,26 @@ def test_the_smoke_recipe_under_deepspeeds_launcher(tmp_path):
     model, processor = trimode_vlm.load(tmp_path / "model")
     inputs = processor(text="Write the table.", return_tensors="pt")
     assert len(model.generate(**inputs, mode="diffusion", max_new_tokens=4).sequences[0]) > 0
+
+
+@pytest.fixture(scope="module")
+def chat_rows(tmp_path_factory):
+    rows = [{"prompt": f"Say {n}", "completion": f"It is {n}."} for n in range(8)]
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", rows)
+
+
+def test_lora_under_zero_3_is_lora_in_one_process(vlm_folder, chat_rows, tmp_path):  # noqa: F811
+    """Text only for a model with a tower, frozen weights cut up over two ranks, stopped and gone on with."""
+    options = ["--config", "finetune", "--model", str(vlm_folder), "--data", str(chat_rows), "--steps", "6"]
+    options += ["--lora.rank", "2", "--save_every", "3", *FAST]
+    assert train([*options, "--out", str(tmp_path / "one")]) == 0
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launched += ["-m", "trimode_vlm.training", *options, "--out", str(tmp_path / "two"), "--deepspeed", "zero3"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    for _ in range(2):
+        done = subprocess.run(launched, env=env, timeout=500, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        first, second = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("one", "two"))
+        for name, tensor in first.items():
+            torch.testing.assert_close(second[name], tensor, atol=1e-4, rtol=1e-3)
+        (saves.newest_checkpoint(tmp_path / "two") / saves.MANIFEST).write_text("{")  # the second launch resumes at 3

@@ -21,6 +21,7 @@ class CheckpointedTrainer(Trainer):
 
     A subclass sets these before the Trainer's own __init__. folder: of the run. fingerprint: settings that a resumed
     run must share. keep_checkpoints: how many stay, the best one not counted. base_name: what an adapter is saved with.
+    processor: saved beside the weights, if there is one.
     """
 
     folder: Path
@@ -28,6 +29,7 @@ class CheckpointedTrainer(Trainer):
     keep_checkpoints: int
     base_name: str
     name: str
+    processor: Any
 
     # What the Trainer makes in the course of its life: never None where we use it.
     model: Any
@@ -74,8 +76,8 @@ class CheckpointedTrainer(Trainer):
             self.model.save_pretrained(folder, state_dict=state_dict)
         else:
             saves.save_weights(self.model, folder / "model.safetensors")
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        if self.processor is not None:
+            self.processor.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_deepspeed_enabled:

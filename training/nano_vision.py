@@ -148,7 +148,7 @@ class VisionTrainer(TriModeTrainer):
     ) -> None:
         source: Any = PictureSource(settings.seed, settings.batch_tokens)
         super().__init__(Features(model), source, settings, folder, name="vision")
-        self.processor, self.places = processor, places
+        self.pixel_processor, self.places = processor, places
         embedding = model.encoder.embed_tokens.weight.detach().cpu()
         colors = [word for word in word_ids if word in COLORS]
         contents = [word for word in word_ids if word not in COLORS]
@@ -181,7 +181,7 @@ class VisionTrainer(TriModeTrainer):
 
     def prepare(self, pictures: Sequence[Picture]) -> Pictures:
         """Pixels, labels of (colour, content, row, column), the last index: none, and targets of pictures."""
-        images = [pixels(self.processor, picture.image) for picture in pictures]
+        images = [pixels(self.pixel_processor, picture.image) for picture in pictures]
         labels, vectors = [], []
         none = [len(table) for table, _ in self.slots]
         for picture in pictures:

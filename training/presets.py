@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def offloads_optimizer(config: dict[str, Any] | None) -> bool:
 
 def without_shared_memory_op() -> None:
     """Keep DeepSpeed from compiling its CPU collective at the first run (minutes); gloo does the same work."""
+    # Said before DeepSpeed looks for an accelerator, and warns that it found none.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops
 
     # A private table: without it nothing is lost but the minutes.

@@ -62,7 +62,8 @@ class TriModeTrainer(CheckpointedTrainer):
         self.allow_changed = False
         self.first_step = 0
         self.keep_checkpoints, self.base_name = settings.keep_checkpoints, base_name
-        self.reports_skipped = False
+        # Kept from the Trainer, which would write the tokenizer's special tokens into the model's config.
+        self.processor, self.reports_skipped = processor, False
         self._window = Window()
         if settings.deepspeed:
             distributed.stand_alone()
@@ -73,7 +74,6 @@ class TriModeTrainer(CheckpointedTrainer):
             training_arguments(settings, self.folder, evaluates=eval_source is not None),
             train_dataset=source,  # type: ignore[arg-type]
             eval_dataset=eval_source,  # type: ignore[arg-type]
-            processing_class=processor,
         )
         self.stall = StallWatch(self.folder, settings.stall_minutes)
         log = (LogFile(self.folder), LossCurves(self.folder))

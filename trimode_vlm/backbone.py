@@ -16,6 +16,7 @@ from .config import TriModeConfig
 from .patterns import Pattern
 
 if TYPE_CHECKING:
+    from .draft_adapter import Delta, Deltas
     from .lean_forward import LeanForward
 
 IMPLEMENTATIONS: dict[str | None, Implementation] = {"flex_attention": "flex", "eager": "dense"}
@@ -50,24 +51,27 @@ class TextBackbone(nn.Module):
         pattern: Pattern,
         cache: KVCache | None = None,
         lean: LeanForward | None = None,
+        adapter: Deltas | None = None,
     ) -> Tensor:
         """[B, T, D], [B, T] -> hidden states [B, T, D]. With a cache the new keys are written behind its lengths.
 
         Args:
             lean: computes the same without calling the layers' modules (lean_forward.py); decoding passes it.
+            adapter: what each layer adds to the output of its o_proj, in this forward alone (draft_adapter.py).
         """
         if lean is not None:
             assert cache is not None
-            return lean(inputs_embeds, position_ids, pattern, cache)
+            return lean(inputs_embeds, position_ids, pattern, cache, adapter)
         rotary = self.rotary(position_ids, inputs_embeds.dtype)
         offset = cache.offset if cache is not None else 0
         implementation = self.implementation
         hidden = inputs_embeds
-        for layer in self.layers:
+        for layer, delta in zip(self.layers, adapter or [None] * len(self.layers), strict=True):
+            given = (hidden, rotary, pattern, cache, offset, implementation, delta)
             if self.gradient_checkpointing and self.training:
-                hidden = checkpoint(layer, hidden, rotary, pattern, cache, offset, implementation, use_reentrant=False)
+                hidden = checkpoint(layer, *given, use_reentrant=False)
             else:
-                hidden = layer(hidden, rotary, pattern, cache, offset, implementation)
+                hidden = layer(*given)
         return self.norm(hidden)
 
 
@@ -87,8 +91,9 @@ class DecoderLayer(nn.Module):
         cache: KVCache | None,
         offset: int | Tensor,
         implementation: Implementation,
+        delta: Delta | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, pattern, cache, offset, implementation)
+        x = x + self.self_attn(self.input_layernorm(x), rotary, pattern, cache, offset, implementation, delta)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -112,6 +117,7 @@ class Attention(nn.Module):
         cache: KVCache | None,
         offset: int | Tensor,
         implementation: Implementation,
+        delta: Delta | None = None,
     ) -> Tensor:
         B, T, _ = x.shape
         q_cos, q_sin, k_cos, k_sin = rotary
@@ -120,7 +126,8 @@ class Attention(nn.Module):
         v_BGTK = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         if cache is not None:
             k_BGTK, v_BGTK = cache.append(self.index, torch.cat((k_BGTK, v_BGTK), 1), offset)
-        return self.o_proj(attend(q_BHTK, k_BGTK, v_BGTK, pattern, implementation))
+        heads = attend(q_BHTK, k_BGTK, v_BGTK, pattern, implementation)
+        return self.o_proj(heads) if delta is None else self.o_proj(heads) + delta(heads)
 
 
 class MLP(nn.Module):

@@ -1,15 +1,24 @@
-"""The draft adapter on disk: a PEFT LoRA folder for the o_proj layers, read and checked. Nothing runs it here yet.
+"""The draft adapter: a LoRA on the o_proj layers that drafts of self-speculation use and nothing else does.
 
-Source of the layout: facts about the released `linear_spec_lora/` folders, keys
+It goes through a draft's forward as an argument, one function per layer; the model's layers hold and know nothing of
+it. So other forwards, threads and whatever comes after an exception run on the bare weights.
+
+On disk it is a PEFT folder. Source of the layout: facts about the released `linear_spec_lora/` folders, keys
 `base_model.model.encoder.layers.{i}.self_attn.o_proj.lora_{A,B}.weight`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .json_files import read_json
@@ -17,16 +26,48 @@ from .weight_files import PICKLE_PATTERNS, StoredTensor, is_match, read, scan_fi
 
 ADAPTER_FOLDER = "linear_spec_lora"
 _PREFIX = "base_model.model."
+_O_PROJ = re.compile(r"encoder\.layers\.(\d+)\.self_attn\.o_proj")
+
+Delta = Callable[[Tensor], Tensor]
+"""What a layer adds to the output of its o_proj, given the input of that: [..., H K] -> [..., D]."""
+Deltas = Sequence[Delta | None]
+"""One for each layer; None where there is nothing to add."""
 
 
 @dataclass(frozen=True)
 class DraftAdapter:
-    """LoRA factors by module name: output += scale * B(A(x)), A [rank, in], B [out, rank]."""
+    """LoRA factors by module name: output += scale * B(A(x)), A [rank, in], B [out, rank].
+
+    Assign it to a model's `draft_adapter`, or None to draft without.
+    """
 
     folder: Path
     rank: int
     scale: float
     factors: dict[str, tuple[Tensor, Tensor]]
+    _placed: dict[tuple[torch.device, torch.dtype], Deltas] = field(default_factory=dict, repr=False, compare=False)
+
+    def deltas(self, model: Any) -> Deltas:
+        """What the layers of `model` add, on its device and in its dtype; copied there once, the scale in B."""
+        key = (model.device, model.dtype)
+        if key not in self._placed:
+            made: list[Delta | None] = [None] * model.config.num_hidden_layers
+            with torch.inference_mode(False):  # they outlive the request that asks first
+                for name, (a, b) in self.factors.items():
+                    made[layer_index(name)] = partial(_low_rank, a=a.to(*key), b=(b.float() * self.scale).to(*key))
+            self._placed[key] = made
+        return self._placed[key]
+
+
+def _low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return F.linear(F.linear(x, a), b)
+
+
+def layer_index(name: str) -> int:
+    """The layer whose o_proj a module name means."""
+    found = _O_PROJ.fullmatch(name)
+    assert found is not None, name
+    return int(found[1])
 
 
 def find_adapter(adapter: str | Path, model_folder: Path) -> Path | None:
@@ -81,6 +122,9 @@ def _pairs(
     modules = sorted({name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0] for name in stored})
     for name in modules:
         a, b = (stored.get(f"{_PREFIX}{name}.lora_{factor}.weight") for factor in "AB")
+        if name in linears and not _O_PROJ.fullmatch(name):
+            problems.append(f"{name}: a draft adapter goes on self_attn.o_proj of the text layers only")
+            continue
         if a is None or b is None or name not in linears:
             problems.append(f"{name}: " + ("no such layer" if name not in linears else "lora_A or lora_B is missing"))
             continue

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .backbone import TextBackbone
 from .cache import KVCache
 from .config import TimmVisionConfig, TriModeConfig, TriModeTextConfig
+from .draft_adapter import Deltas, DraftAdapter
 from .generate import TriModeGenerationMixin
 from .generation_config import TriModeGenerationConfig
 from .lean_forward import LeanForward
@@ -42,8 +43,8 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
     _tied_weights_keys = {"diffusion_head.weight": "encoder.embed_tokens.weight"}
     _supports_sdpa = True
     _supports_flex_attn = True
-    # The draft adapter that `load` attaches, if any.
-    draft_adapter: Any = None
+    # What drafts of self-speculation use; `load` attaches it. None: drafts by the bare weights.
+    draft_adapter: DraftAdapter | None = None
 
     def __init__(self, config: TriModeConfig) -> None:
         super().__init__(config)
@@ -81,6 +82,7 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         objective: Callable[[Tensor, nn.Module], Any] | None = None,
         tower_calls: int = 0,
+        adapter: Deltas | None = None,
         **kwargs: Any,
     ) -> Any:
         """The plain causal forward, unless another `pattern` is given.
@@ -93,6 +95,7 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
             logits_to_keep: only the last so many positions (0: all), or the indices of positions.
             objective: takes the hidden states [B, T, D] and the head in place of the logits, so that training computes
                 its loss in chunks inside the forward, where DDP and ZeRO need it; what it returns is returned.
+            adapter: as `DraftAdapter.deltas` gives it; active in this forward alone.
 
         Returns:
             `.logits` [B, T, V] and, with labels, `.loss`.
@@ -110,7 +113,7 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
             position_ids = positions(B, T, offset, valid, inputs_embeds.device)
         if pattern is None:
             pattern = causal(B, T, inputs_embeds.device, offset, valid)
-        hidden = self.encoder(inputs_embeds, position_ids, pattern, cache)
+        hidden = self.encoder(inputs_embeds, position_ids, pattern, cache, adapter=adapter)
         if objective is not None:
             return objective(hidden, self.diffusion_head)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -128,9 +131,10 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         pattern: Pattern,
         cache: KVCache | None = None,
         lean: LeanForward | None = None,
+        adapter: Deltas | None = None,
     ) -> Tensor:
         """The backbone alone: [B, T, D] -> [B, T, D]; apply `diffusion_head` to the positions that need logits."""
-        return self.encoder(inputs_embeds, position_ids, pattern, cache, lean)
+        return self.encoder(inputs_embeds, position_ids, pattern, cache, lean, adapter)
 
     def embed(
         self,

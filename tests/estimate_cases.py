@@ -53,6 +53,8 @@ def batch_of(inputs):
         block_length=inputs.block_length,
         noisy_stream=inputs.noisy_stream if inputs.noisy_stream != "none" else "response",
         complementary_masks=inputs.complementary_masks,
+        response_padding="block" if inputs.padding_tokens else "none",
+        end_token_id=1,
     )
     (batch,) = micro_batches(samples, noise)
     return batch
@@ -69,7 +71,7 @@ def inputs_of(vision_tokens=6, prompt=7, response=21, **changes):
 
 def measured_share(inputs, batch):
     """The same inputs with the share of tokens that this batch happens to mask."""
-    share = batch.counts.num_masked / batch.counts.num_supervised
+    share = batch.counts.num_masked / max(batch.counts.num_maskable, 1)
     return EstimateInputs(**{**vars(inputs), "mask_share": share}) if not inputs.complementary_masks else inputs
 
 

@@ -83,8 +83,10 @@ def test_lora_parameters_are_pefts(lora):
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda s: "-".join(map(str, s.values())))
 @pytest.mark.parametrize("block_length", [1, 8, 21, 64])
-def test_tokens_and_attention_pairs_are_those_of_the_real_layout(stream, block_length):
-    inputs = inputs_of(**stream, block_length=block_length, rows=1)
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_and_attention_pairs_are_those_of_the_real_layout(stream, block_length, padded):
+    padding = -21 % block_length if padded and stream["noisy_stream"] != "none" else 0
+    inputs = inputs_of(**stream, block_length=block_length, rows=1, response=21, padding_tokens=padding)
     batch = batch_of(inputs)
     inputs = measured_share(inputs, batch)
     assert batch.input_ids.shape == (1, inputs.row_tokens)

@@ -1,6 +1,7 @@
 """From a user's file to a model folder: text and LoRA fine-tuning of Ministral-3 folders that transformers wrote."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -170,6 +171,27 @@ def test_evaluation_answers_in_every_mode_and_the_best_is_exported(text_folder, 
     answers = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
     assert [record["step"] for record in answers] == [2, 4, 5]
     assert set(answers[0]["totals"]) == {"ar", "diffusion", "linear_spec"}
+
+
+def test_no_step_is_missing_in_the_totals(text_folder, chats, tmp_path, capsys):
+    """Between two logs the run is saved, stopped, resumed and ended: every sample is counted all the same."""
+    options = ["--model", str(text_folder), "--data", str(chats), "--out", str(tmp_path / "run"), "--train", "text"]
+    options += [*FAST, "--log_every", "10", "--save_every", "3"]
+    for steps in (4, 7):
+        assert train(["--config", "finetune", *options, "--steps", str(steps)]) == 0
+        log = log_of(tmp_path / "run")
+        assert log[-1]["step"] == steps and log[-1]["samples_seen"] == 4 * steps
+        assert f" {4 * steps} samples" in capsys.readouterr().err
+
+
+def test_the_estimate_counts_the_padding_behind_answers(text_folder, chats, capsys):
+    options = ["--config", "finetune", "--model", str(text_folder), "--estimate", *FAST]
+    options += ["--data", f"{{path: {chats}, limit: 1}}"]
+    found = []
+    for padding in ("none", "block"):
+        assert train([*options, "--block_length", "64", "--response_padding", padding]) == 0
+        found.append(int(re.search(r"= (\d+) noisy", capsys.readouterr().out)[1]))
+    assert found[0] < found[1] == 64
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -15,6 +15,7 @@ __all__ = ["Estimate", "EstimateInputs", "estimate", "estimate_report"]
 BYTES = ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
 # Of a GPU in a well-tuned run: about 40 % of an H100's peak in bf16.
 ASSUMED_FLOPS_PER_SEC = 400e12
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 OPERATIONS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 
 
@@ -125,7 +126,9 @@ def _operations(e: Estimate) -> list[str]:
     lines.append(f"  {'all':22}{e.micro_batch_flops / unit:12.3f}")
     unit, name = _unit(e.step_flops, OPERATIONS)
     seconds = e.step_flops / e.gpus / ASSUMED_FLOPS_PER_SEC
-    return [*lines, f"a step of all GPUs: {e.step_flops / unit:,.4g} {name}; at 400 TFLOP/s each {seconds:.3g} s"]
+    second, second_name = _unit(seconds, SECONDS)
+    speed = f"at 400 TFLOP/s each {seconds / second:.3g} {second_name}"
+    return [*lines, f"a step of all GPUs: {e.step_flops / unit:,.4g} {name}; {speed}"]
 
 
 def _unit(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:

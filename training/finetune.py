@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import trimode_vlm
 from trimode_vlm.checkpoints import convert
 from trimode_vlm.training import distributed
 from trimode_vlm.training.callbacks import SampleGenerations
-from trimode_vlm.training.data import Source
+from trimode_vlm.training.collate import lay_out
+from trimode_vlm.training.data import Encoded, Source
 from trimode_vlm.training.datasets import DataSettings, data_settings
 from trimode_vlm.training.generations import prompt_from_sample
 from trimode_vlm.training.lora import LoraSettings, add_lora
@@ -23,6 +25,7 @@ from trimode_vlm.training.presets import deepspeed_config, zero_stage
 from trimode_vlm.training.samples import ON_BAD_SAMPLE, open_source
 from trimode_vlm.training.settings import check_known, check_range
 from trimode_vlm.training.step_shapes import EstimateInputs
+from trimode_vlm.training.steps import noise_token_ids
 from trimode_vlm.training.train_settings import TrainSettings
 from trimode_vlm.training.trainer import TriModeTrainer
 
@@ -198,6 +201,7 @@ def estimate_inputs(settings: FinetuneSettings, config: Any, processor: Any, gpu
         vision_tokens=vision_tokens,
         images_per_row=max(1, round(sum(len(sample.images) for sample in samples) / len(samples))),
         response_share=min(sum(sum(sample.loss_mask) for sample in samples) / total, 1 - vision_tokens / longest),
+        padding_tokens=round(longest * sum(_padding_tokens(settings, config, samples)) / total),
         noisy_stream=settings.noisy_stream if settings.alpha else "none",
         complementary_masks=settings.complementary_masks,
         block_length=settings.block_length if isinstance(settings.block_length, int) else max(settings.block_length),
@@ -215,6 +219,16 @@ def estimate_inputs(settings: FinetuneSettings, config: Any, processor: Any, gpu
         rows = max(1, settings.micro_batch_tokens // inputs.row_tokens)
     rows = min(rows, per_gpu)
     return replace(inputs, rows=rows, micro_batches=math.ceil(per_gpu / rows))
+
+
+def _padding_tokens(settings: FinetuneSettings, config: Any, samples: Sequence[Encoded]) -> Iterator[int]:
+    """What fills the last blocks of each sample's answers in its noisy half."""
+    if not settings.alpha or settings.response_padding == "none":
+        return
+    # Where block lengths grow, the last ones count.
+    noise = settings.noise_settings(settings.steps - 1, **noise_token_ids(config, settings))
+    for sample in samples:
+        yield int((lay_out(sample, replace(noise, complementary_masks=False)).source == -1).sum())
 
 
 def export(trainer: TriModeTrainer, settings: FinetuneSettings) -> Path:

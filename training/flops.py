@@ -139,7 +139,7 @@ def attention_pairs(inputs: EstimateInputs) -> int:
     """Pairs of one row that the dual-stream pattern allows: clean sees clean before it; a noisy block sees itself, both
     ways, and the clean tokens before it."""
     length, response = inputs.sequence_tokens, inputs.response_tokens
-    answer = _block_pairs(length - response, response, inputs.block_length)
+    answer = _block_pairs(length - response, response + inputs.padding_tokens, inputs.block_length)
     noisy = 0
     if inputs.noisy_stream != "none":
         # Prompt tokens have blocks of their own: after the images, or from the start where those stand there too.

@@ -22,7 +22,8 @@ class EstimateInputs:
     """What an estimate needs to know of a run.
 
     sequence_tokens: clean tokens of a row, of which vision_tokens are image features (images_per_row images of equal
-    size) and response_share are answers; the answer is taken as one, at the end. rows: of a micro-batch on one GPU;
+    size) and response_share are answers; the answer is taken as one, at the end. padding_tokens: end tokens that fill
+    up its last block in the noisy half, as trained as the answer (response_padding). rows: of a micro-batch on one GPU;
     micro_batches: of a step on one GPU. noisy_stream: "none" is AR training. mask_share: of the answer tokens, masked.
     precision: of weights and activations. zero_stage: None is training without DeepSpeed, in 16 bits by autocast over
     fp32 weights. offload: "optimizer" states or "all" to the CPU. max_live_params: DeepSpeed's
@@ -33,6 +34,7 @@ class EstimateInputs:
     vision_tokens: int = 0
     images_per_row: int = 1
     response_share: float = 0.25
+    padding_tokens: int = 0
     rows: int = 1
     micro_batches: int = 1
     noisy_stream: str = "response"
@@ -91,8 +93,11 @@ class EstimateInputs:
     def noisy_tokens(self) -> int:
         """Tokens of a row's noisy half, or halves where masks are complementary."""
         prompt = {"text": self.sequence_tokens - self.vision_tokens, "all": self.sequence_tokens}
-        first = 0 if self.noisy_stream == "none" else prompt.get(self.noisy_stream, self.response_tokens)
-        return first + (self.response_tokens if self.complementary_masks and first else 0)
+        if self.noisy_stream == "none":
+            return 0
+        copies = 2 if self.complementary_masks else 1
+        others = prompt.get(self.noisy_stream, self.response_tokens) - self.response_tokens
+        return others + copies * (self.response_tokens + self.padding_tokens)
 
     @property
     def row_tokens(self) -> int:
@@ -101,10 +106,10 @@ class EstimateInputs:
 
     @property
     def labelled_tokens(self) -> int:
-        """Positions of a micro-batch that reach the head: every answer token once, and the masked ones."""
+        """Positions of a micro-batch that reach the head: every answer token once, and what is masked."""
         share = 0.0 if not self.noisy_tokens else 1.0 if self.complementary_masks else self.mask_share
-        answers = self.rows * self.response_tokens
-        return answers + round(share * answers)
+        answers, padding = self.rows * self.response_tokens, self.rows * self.padding_tokens
+        return answers + round(share * (answers + padding))
 
     @property
     def image_copies(self) -> int:

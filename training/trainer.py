@@ -77,7 +77,7 @@ class TriModeTrainer(CheckpointedTrainer):
         )
         self.stall = StallWatch(self.folder, settings.stall_minutes)
         log = (LogFile(self.folder), LossCurves(self.folder))
-        install(self, [*log, *callbacks, self.stall, KeepBest(), TrainingProgress(self.folder, name)])
+        install(self, [LogWhole(), *log, *callbacks, self.stall, KeepBest(), TrainingProgress(self.folder, name)])
 
     def fit(self) -> dict[str, float]:
         """Train to the last step, from the newest whole checkpoint on if there is one; returns the last metrics."""
@@ -293,6 +293,14 @@ class TriModeTrainer(CheckpointedTrainer):
         s = self.settings
         rates = {"lr_vision": s.lr_vision, "lr_projector": s.lr_projector}
         return parameter_groups(self.model, s.lr, **rates, weight_decay=s.weight_decay)
+
+
+class LogWhole(TrainerCallback):
+    """Logs wherever a run is saved, evaluated or ends: no step is missing in the totals that a checkpoint hands on."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save or control.should_evaluate or state.global_step >= state.max_steps:
+            control.should_log = True
 
 
 class KeepBest(TrainerCallback):

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, TrainerCallback
 import trimode_vlm
 from trimode_vlm.decoders import DECODERS
 from trimode_vlm.training import distributed, saves
+from trimode_vlm.training.arguments import training_arguments
 from trimode_vlm.training.cli import train
 from trimode_vlm.training.data import ListSource, StreamSource
 from trimode_vlm.training.nano_recipe import NanoSettings
@@ -268,6 +269,14 @@ def test_ranks_take_a_gpu_each_or_none(monkeypatch, num_gpus, local_world, on_cp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world))
     assert distributed.use_cpu() == on_cpu
+
+
+def test_one_process_takes_one_gpu_of_several(monkeypatch, tmp_path):
+    """transformers would copy the model to all of them (DataParallel), which cannot split a step of ours."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(distributed, "use_cpu", lambda: False)
+    assert training_arguments(TrainSettings(), tmp_path).n_gpu == 1
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])

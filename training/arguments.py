@@ -23,7 +23,7 @@ def training_arguments(settings: TrainSettings, folder: Path, evaluates: bool = 
         decay = round(s.decay_fraction * s.steps)
         schedule = "warmup_stable_decay"
         options = {"num_decay_steps": decay, "min_lr_ratio": s.min_lr_ratio, "decay_type": "linear"}
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=s.steps,
         per_device_train_batch_size=1,
@@ -61,3 +61,6 @@ def training_arguments(settings: TrainSettings, folder: Path, evaluates: bool = 
         report_to=check_report_to(s.report_to) or "none",
         use_cache=True,
     )
+    # One GPU a process: the Trainer would copy the model to all that a lone process sees (DataParallel).
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments

@@ -3,12 +3,14 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 from test_trainer import trainer
 
 from trimode_vlm.training import saves
 from trimode_vlm.training.cli import train
+from trimode_vlm.training.finetune import FinetuneSettings
 from trimode_vlm.training.nano_recipe import NanoSettings, TextStage, run
 from trimode_vlm.training.nano_vision import VisionTrainer
 from trimode_vlm.training.settings import build, parse_overrides, read_yaml
@@ -53,6 +55,7 @@ WRONG = [
     ("--joint.betas [0.9]", "joint.betas must be two numbers"),
     ("--ar.qa_share 2", "ar.qa_share must be between 0 and 1, got 2.0"),
     ("--threads 0", "threads must be at least 1, got 0"),
+    ("--deepspeed zero1", "optimizer 'muon' needs whole matrices"),
     ("--recipe micro", "recipe must be one of finetune, nano, got 'micro'"),
 ]
 
@@ -118,6 +121,14 @@ def test_what_counts_as_a_change():
     tasks = [{"tasks": {"a": 1, "b": 2}}, {"tasks": {"a": 1, "c": 2}}]
     assert changes(*tasks) == ["tasks.b was 2, is None", "tasks.c was None, is 2"]
     assert "log_every" not in old and "micro_batch_tokens" not in old
+
+
+def test_a_fine_tuning_goes_on_where_only_its_end_its_export_or_its_place_changed():
+    old = FinetuneSettings(data=("a.jsonl",), epochs=1.0, steps=10)
+    more = replace(old, epochs=2.0, steps=20, merge=False, threads=2, out="elsewhere", on_bad_sample="skip")
+    more = replace(more, allow_changed_settings=True)
+    assert changes(old.fingerprint(), more.fingerprint()) == []
+    assert changes(more.fingerprint(), old.fingerprint()) == ["steps was 20, is 10", "epochs was 2.0, is 1.0"]
 
 
 def test_a_half_done_folder_is_not_trained_on_with_other_settings(tmp_path):

@@ -240,7 +240,8 @@ def export(trainer: TriModeTrainer, settings: FinetuneSettings) -> Path:
     best = trainer.state.best_model_checkpoint if settings.export == "best" else None
     target = out / ("model" if settings.lora is None else "adapter")
     draft = out / f".writing-{target.name}"
-    shutil.rmtree(draft, ignore_errors=True) if distributed.rank() == 0 else None
+    if distributed.rank() == 0:
+        shutil.rmtree(draft, ignore_errors=True)
     if best is None:
         trainer.save_model(str(draft))
     elif distributed.rank() == 0:

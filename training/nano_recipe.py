@@ -26,6 +26,7 @@ from trimode_vlm.training.data import Encoded, StreamSource
 from trimode_vlm.training.nano_data import NanoMaker, build_processor, cell_word_ids, token_ids
 from trimode_vlm.training.nano_tokenizer import twin_token_ids
 from trimode_vlm.training.nano_vision import VisionTrainer, start_weights
+from trimode_vlm.training.parts import select_parts
 from trimode_vlm.training.presets import deepspeed_config, zero_stage
 from trimode_vlm.training.settings import check_known, check_range
 from trimode_vlm.training.tasks import TASKS
@@ -33,8 +34,6 @@ from trimode_vlm.training.train_settings import TrainSettings, check_unchanged
 from trimode_vlm.training.trainer import TriModeTrainer
 
 STARTS_FROM = {"ar": "vision", "joint": "ar", "control": "ar"}
-VISION_WEIGHTS = ("encoder.vision_tower.", "encoder.multi_modal_projector.")
-TEXT_WEIGHTS = ("encoder.embed_tokens.", "encoder.layers.", "encoder.norm.", "diffusion_head.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,8 @@ class NanoSettings:
             raise ValueError(f"unknown setting 'model.{unknown[0]}'; the nearest known one is 'model.{near[0]}'")
         if zero_stage(deepspeed_config(self.deepspeed)) > 2:
             raise ValueError("deepspeed: the nano recipe takes ZeRO 0 to 2, each stage starts from whole weights")
+        for name in ("vision", "ar", "joint"):
+            stage_settings(self, name)  # what a stage refuses is told before the first one trains
 
 
 def run(settings: NanoSettings) -> Path:
@@ -101,9 +102,9 @@ def run(settings: NanoSettings) -> Path:
     own = {"model": settings.model, "vocabulary": _digest(processor.tokenizer.get_vocab())}
     check_folder(settings, own)
 
-    def stage(name: str, steps: int | None = None) -> None:
-        chosen = stage_settings(settings, name, steps)
-        _train_only(model, *(VISION_WEIGHTS if name == "vision" else TEXT_WEIGHTS))
+    def stage(name: str) -> None:
+        chosen = stage_settings(settings, name)
+        select_parts(model, ("vision", "projector") if name == "vision" else ("text",))
         trainer: TriModeTrainer
         if name == "vision":
             trainer = VisionTrainer(model, processor, cell_word_ids(processor), places, chosen, out / name)
@@ -128,11 +129,11 @@ def run(settings: NanoSettings) -> Path:
     return out / "model"
 
 
-def stage_settings(settings: NanoSettings, name: str, steps: int | None = None) -> TrainSettings:
+def stage_settings(settings: NanoSettings, name: str) -> TrainSettings:
     """One stage's settings with the run's seed; control's are joint's with alpha 0."""
     of_run: dict[str, Any] = {"seed": settings.seed, "deepspeed": settings.deepspeed}
     if name == "control":
-        return replace(settings.joint, alpha=0.0, steps=steps or settings.joint.steps, **of_run)
+        return replace(settings.joint, alpha=0.0, **of_run)
     stages: dict[str, TrainSettings] = {"vision": settings.vision, "ar": settings.ar, "joint": settings.joint}
     return replace(stages[name], **of_run)
 
@@ -209,11 +210,6 @@ def _load(model: Any, folder: Path) -> None:
 
 def _digest(vocabulary: dict[str, int]) -> str:
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()[:12]
-
-
-def _train_only(model: Any, *prefixes: str) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith(prefixes))
 
 
 def _save_model(model: Any, processor: Any, folder: Path) -> None:

@@ -19,7 +19,7 @@ from trimode_vlm.training.dual_stream import (
 )
 from trimode_vlm.training.objective import AVERAGINGS, WEIGHTS
 from trimode_vlm.training.optimizers import OPTIMIZERS
-from trimode_vlm.training.presets import deepspeed_config
+from trimode_vlm.training.presets import deepspeed_config, zero_stage
 from trimode_vlm.training.settings import check_known, check_range
 
 FREE = frozenset(
@@ -37,11 +37,17 @@ FREE = frozenset(
         "workers",
         "report_to",
         "stall_minutes",
+        "on_bad_sample",
+        "merge",
+        "export",
+        "out",
+        "threads",
+        "allow_changed_settings",
     )
 )
 """Settings that a resumed run may change: they say how it is cut, logged and saved, not what it computes."""
 
-MAY_GROW = ("steps",)
+MAY_GROW = ("steps", "epochs")
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("fp32", "bf16", "fp16")
 REPORTS = ("tensorboard", "wandb")
@@ -141,7 +147,8 @@ class TrainSettings:
             raise ValueError(f"betas must be two numbers from 0 to below 1, got {self.betas!r}")
         if self.block_length_schedule is not None:
             block_length_at(self.block_length_schedule, 0.0)
-        deepspeed_config(self.deepspeed)
+        if zero_stage(deepspeed_config(self.deepspeed)) and self.optimizer == "muon":
+            raise ValueError("optimizer 'muon' needs whole matrices: use deepspeed zero0 or optimizer adamw")
 
     def alpha_at(self, step: int) -> float:
         """The weight of the diffusion loss in the step after `step` finished ones."""

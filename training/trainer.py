@@ -281,8 +281,6 @@ class TriModeTrainer(CheckpointedTrainer):
         """AdamW or Muon over the parameters that train, with a learning rate for each part of the model."""
         s = self.settings
         if self.optimizer is None:
-            if s.optimizer == "muon" and zero_stage(self._deepspeed_config):
-                raise ValueError("optimizer 'muon' needs whole matrices: use deepspeed zero0 or optimizer adamw")
             on_cpu = offloads_optimizer(self._deepspeed_config) and torch.cuda.is_available()
             betas = (s.betas[0], s.betas[1])
             self.optimizer = make_optimizer(self._named, self.parameter_groups(), s.optimizer, betas, on_cpu=on_cpu)

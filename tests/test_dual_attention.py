@@ -292,7 +292,7 @@ def test_cuda_takes_flex_attention_for_training(monkeypatch):
     called = []
 
     def flex(q, k, v, *, block_mask, enable_gqa):
-        called.append((q.device.type, block_mask.shape, enable_gqa))
+        called.append((q.device.type, block_mask.shape, enable_gqa, {q.dtype, k.dtype, v.dtype}))
         return q
 
     monkeypatch.setattr(attention, "_flex_attention", lambda device_type: flex)
@@ -300,5 +300,5 @@ def test_cuda_takes_flex_attention_for_training(monkeypatch):
     pattern.block_mask  # noqa: B018, as the fake mode could not build it
     with FakeTensorMode():
         q, k = torch.empty(B, 4, T, 16, device="cuda"), torch.empty(B, 2, T, 16, device="cuda")
-        attend(q, k, k, pattern)
-    assert called == [("cuda", (B, 1, T, T), True)]
+        attend(q, k, k.bfloat16(), pattern)  # as under autocast
+    assert called == [("cuda", (B, 1, T, T), True, {torch.bfloat16})]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -94,18 +93,9 @@ class Batch:
             return patterns.causal(rows, length, self.input_ids.device)
         return patterns.dual_stream(self.position, self.document, self.block_start, self.block_id, self.is_noisy)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device) -> Batch:
         """Move every tensor to a device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        """Copy every tensor to memory from which a GPU can read; torch's DataLoader calls it."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        values |= {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return Batch(**values)
+        return replace(self, **{k: value.to(device) for k, value in vars(self).items() if isinstance(value, Tensor)})
 
 
 def lay_out(sample: Encoded, noise: NoiseSettings) -> DualStream:

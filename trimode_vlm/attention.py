@@ -87,6 +87,9 @@ def attend(
     "dense" is the plain softmax reference, "sdpa" torch's fused kernels, "flex" FlexAttention (on CPU: forward only).
     """
     B, H, T, K = q_BHTK.shape
+    if pattern.kind == "dual":
+        # Autocast leaves rotated queries and keys in fp32 beside values in bf16.
+        q_BHTK, k_BGSK = q_BHTK.to(v_BGSK.dtype), k_BGSK.to(v_BGSK.dtype)
     if implementation == "sdpa" and pattern.kind == "dual" and q_BHTK.device.type == "cuda" and K >= 16:
         # A mask of a long dual stream has T x T entries; FlexAttention skips what it forbids, for heads from 16 on.
         implementation = "flex"

@@ -190,9 +190,7 @@ def _shared(masks: dict[Any, TailMask], allowed: Tensor) -> TailMask:
 
 def dual_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, plan: DualPlan) -> Tensor:
     """Grouped-query attention along a plan: [B, H, T, K], on a CPU, with gradients."""
-    # Autocast leaves rotated queries and keys in fp32 beside values in bf16.
-    dtype = v_BGTK.dtype
-    return _DualAttention.apply(q_BHTK.to(dtype), k_BGTK.to(dtype), v_BGTK, plan)  # type: ignore[no-any-return]
+    return _DualAttention.apply(q_BHTK, k_BGTK, v_BGTK, plan)  # type: ignore[no-any-return]
 
 
 class _DualAttention(torch.autograd.Function):

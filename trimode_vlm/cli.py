@@ -24,6 +24,7 @@ COMMANDS = {
     "inspect": ("trimode_vlm.training.inspect", "show a training sample as the model will see it"),
     "eval": ("trimode_vlm.eval.run", "score a model on tasks, in every mode"),
     "bench": ("trimode_vlm.eval.bench", "measure decoding speed against its ceiling and against transformers"),
+    "sol": ("trimode_vlm.eval.sol", "how few steps diffusion could take: an oracle, beside the real samplers"),
 }
 
 # Kept here too so that a wrong one is refused before torch is imported. A test compares them with the library's.

@@ -12,7 +12,8 @@ from trimode_vlm.training.settings import build, chosen, make_folder, parse_over
 USAGE = """usage: trimode-vlm train --config NAME_OR_FILE [--check | --estimate [--gpus N]] [--key value ...]
 
 Train a model from a YAML file of settings; --key value overrides one of them (nested keys with dots).
-`recipe: finetune` trains a checkpoint on your own data, `recipe: nano` makes the shipped model from nothing.
+`recipe: finetune` trains a checkpoint on your own data, `recipe: draft_lora` the adapter of its drafts, `recipe: nano`
+makes the shipped model from nothing.
 Interrupted runs resume when the same command is given again. Steps may grow then; other changes need another --out or
 --allow_changed_settings true.
 
@@ -29,7 +30,7 @@ examples:
   torchrun --nproc-per-node 2 -m trimode_vlm.training --config nano --out runs/nano
 """
 FLAGS = ("--check", "--estimate", "--debug")
-RECIPES = ("finetune", "nano")
+RECIPES = ("finetune", "draft_lora", "nano")
 
 
 def train(argv: list[str] | None = None) -> int:
@@ -85,6 +86,10 @@ def read_settings(overrides: dict[str, Any]) -> Any:
         from trimode_vlm.training.nano_recipe import NanoSettings
 
         return build(NanoSettings, base, overrides)
+    if recipe == "draft_lora":
+        from trimode_vlm.training.draft_lora import DraftLoraSettings
+
+        return build(DraftLoraSettings, base, overrides)
     from trimode_vlm.training.finetune import FinetuneSettings
 
     return build(FinetuneSettings, base, overrides)
@@ -94,7 +99,7 @@ def run(settings: Any) -> int:
     """Train; every rank comes here."""
     from transformers.utils import logging
 
-    from trimode_vlm.training import distributed, finetune, nano_recipe
+    from trimode_vlm.training import distributed, draft_lora, finetune, nano_recipe
 
     # Shards are written in a moment, and DeepSpeed calls what torch renames.
     logging.disable_progress_bar()
@@ -104,7 +109,8 @@ def run(settings: Any) -> int:
         file = Path(settings.out) / "settings.yaml"
         file.write_text(resolved(settings), encoding="utf-8")
         print(f"{chosen(settings)}(all settings: {file})\n", flush=True)
-    folder = (nano_recipe if settings.recipe == "nano" else finetune).run(settings)
+    recipes = {"nano": nano_recipe.run, "draft_lora": draft_lora.run, "finetune": finetune.run}
+    folder = recipes[settings.recipe](settings)
     if distributed.rank() == 0:
         print(f"done: {folder}")
     distributed.stop()
@@ -113,8 +119,8 @@ def run(settings: Any) -> int:
 
 def check(settings: Any) -> int:
     """Read all data once; returns 1 if anything is wrong with it."""
-    if settings.recipe != "finetune":
-        raise ValueError("--check reads a user's data: the nano recipe makes its own")
+    if settings.recipe == "nano" or not settings.data:
+        raise ValueError("--check reads a user's data: this recipe makes its own")
     from trimode_vlm.checkpoints import open_processor
     from trimode_vlm.training.check import check_data
 
@@ -132,7 +138,7 @@ def check(settings: Any) -> int:
 def estimate(settings: Any, gpus: int) -> int:
     """Print what a step costs."""
     if settings.recipe != "finetune":
-        raise ValueError("--estimate is for fine-tuning: the nano model fits anywhere")
+        raise ValueError(f"--estimate is for fine-tuning, not for recipe {settings.recipe}")
     from trimode_vlm.checkpoints import open_processor
     from trimode_vlm.training.estimate import estimate_report
     from trimode_vlm.training.finetune import estimate_inputs

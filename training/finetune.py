@@ -69,9 +69,9 @@ class FinetuneSettings(TrainSettings):
         for name in ("data", "eval_data"):
             if value := getattr(self, name):
                 object.__setattr__(self, name, data_settings(value, name))
-        if not self.data:
+        if not self.data and self.needs_data:
             raise ValueError("data names no data set: give a file, a folder or a hub id")
-        check_known(self, recipe=("finetune",), export=EXPORTS, on_bad_sample=ON_BAD_SAMPLE)
+        check_known(self, recipe=(type(self).recipe,), export=EXPORTS, on_bad_sample=ON_BAD_SAMPLE)
         check_range(self, 1, math.inf, "batch_samples", "threads")
         check_range(self, 0, math.inf, "epochs", without_low=True)
         check_range(self, 2, math.inf, "max_length")
@@ -84,6 +84,11 @@ class FinetuneSettings(TrainSettings):
             raise ValueError("export 'best' needs eval_every and eval_data or eval_fraction")
         if self.eval_every and not (self.eval_data or self.eval_fraction):
             raise ValueError("eval_every needs eval_data or eval_fraction")
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the samples come from `data`."""
+        return True
 
 
 def run(settings: FinetuneSettings) -> Path:

@@ -14,7 +14,14 @@ from trimode_vlm.training.objective import Counts, denominators
 
 Logs = Mapping[str, Any]
 
-SHOWN = {"ar_loss": "AR", "diff_loss": "diffusion", "masked_accuracy": "masked accuracy"}
+SHOWN = {
+    "ar_loss": "AR",
+    "diff_loss": "diffusion",
+    "masked_accuracy": "masked accuracy",
+    "lk_loss": "LK",
+    "ce_loss": "CE",
+    "accepted_length": "accepted length",
+}
 """The metrics of the progress line, with their short names."""
 
 
@@ -58,11 +65,15 @@ class Window:
     def drain(self, averaging: str) -> dict[str, float]:
         """The metrics of everything added, which is forgotten then."""
         seconds = time.monotonic() - self.begin
-        self.last = metrics_from(
-            self.sums.tolist(), self.counts, seconds, averaging=averaging, num_tokens=self.tokens
-        ) | {"samples": self.counts.num_sequences, "tokens": self.tokens, "skipped": self.skipped}
+        metrics = self.metrics(averaging, seconds)
+        totals = {"samples": self.counts.num_sequences, "tokens": self.tokens, "skipped": self.skipped}
         self._clear()
+        self.last = metrics | totals
         return self.last
+
+    def metrics(self, averaging: str, seconds: float) -> dict[str, float]:
+        """What the sums mean; a recipe with other sums says it anew."""
+        return metrics_from(self.sums.tolist(), self.counts, seconds, averaging=averaging, num_tokens=self.tokens)
 
 
 def is_evaluation(logs: Logs) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from trimode_vlm.model import num_sizes
 from trimode_vlm.training import distributed, saves
@@ -95,6 +96,8 @@ class TriModeTrainer(CheckpointedTrainer):
                 print(f"{self.name}: going on with changed settings: {'; '.join(changed)}", flush=True)
         if self.first_step >= self.settings.steps:
             self._load_from_checkpoint(str(checkpoint))
+            self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            self._mend_state(checkpoint)
         else:
             try:
                 self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -116,7 +119,6 @@ class TriModeTrainer(CheckpointedTrainer):
             for message in (text for batch in inputs for text in batch.skipped):
                 say(f"{self.name}: skipped {message}")
         model.train()
-        alpha = self.settings.alpha_at(self.state.global_step)
         counts, tower_calls = self._agree(inputs)
         sums = torch.zeros(4, dtype=torch.float64)
         for number, batch in enumerate(_fill_up(inputs, len(tower_calls))):
@@ -124,7 +126,7 @@ class TriModeTrainer(CheckpointedTrainer):
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last or self.is_deepspeed_enabled else self.accelerator.no_sync(model):
                 terms = self.terms(model, batch, tower_calls[number])
-                loss = combine(terms[0], terms[1], counts, alpha=alpha, averaging=self.settings.averaging)
+                loss = self.loss(terms, counts)
                 # Gradients are averaged over ranks, the objective is a sum over them.
                 scale = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
                 self.accelerator.backward(loss * distributed.num_ranks(), **scale)
@@ -135,7 +137,12 @@ class TriModeTrainer(CheckpointedTrainer):
             what = "the loss" if is_finite_here else "this rank's loss"
             raise FloatingPointError(not_finite_message(self.state.global_step + 1, _sample_names(inputs), what))
         self._window.add(sums, counts)
-        return combine(sums[0], sums[1], counts, alpha=alpha, averaging=self.settings.averaging).to(self.args.device)
+        return self.loss(sums, counts).to(self.args.device)
+
+    def loss(self, sums: Tensor, counts: Counts) -> Tensor:
+        """The objective from sums over any part of a step (see `terms`) and the counts of the whole of it."""
+        alpha = self.settings.alpha_at(self.state.global_step)
+        return combine(sums[0], sums[1], counts, alpha=alpha, averaging=self.settings.averaging)
 
     def terms(self, model: nn.Module, batch: Batch, tower_calls: int = 0) -> Tensor:
         """AR sum, diffusion sum, AR hits and masked hits of one micro-batch [4]: one pass for both streams."""
@@ -233,7 +240,7 @@ class TriModeTrainer(CheckpointedTrainer):
         last_step = self.settings.steps - 1  # its alpha and block length, whenever it is asked
         model = self.model_wrapped
         model.eval()
-        training, self._window = self._window, Window()
+        training, self._window = self._window, type(self._window)()
         step = 0
         while True:
             samples = make.source.draw(step, make.rank, make.world)
@@ -249,14 +256,16 @@ class TriModeTrainer(CheckpointedTrainer):
             step += 1
         evaluated, self._window = self._window, training
         metrics = {f"{metric_key_prefix}_{k}": v for k, v in evaluated.drain(self.settings.averaging).items()}
-        loss = metrics[f"{metric_key_prefix}_ar_loss"]
-        loss += self.settings.alpha * metrics.get(f"{metric_key_prefix}_diff_loss", 0.0)
-        metrics = {f"{metric_key_prefix}_loss": loss, **metrics}
+        metrics = {f"{metric_key_prefix}_loss": self.eval_loss(evaluated.last), **metrics}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         model.train()
         self._window.begin = time.monotonic()
         return metrics
+
+    def eval_loss(self, metrics: dict[str, float]) -> float:
+        """What the best checkpoint has the least of."""
+        return metrics["ar_loss"] + self.settings.alpha * metrics.get("diff_loss", 0.0)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the loss terms since the last log to the Trainer's own numbers, and totals of the run."""

@@ -42,7 +42,7 @@ def slots_of(target_BT: Tensor, is_noisy_BT: Tensor) -> Slots:
 
 
 def draw_drafts(logits: Tensor, uniform: Tensor, is_greedy: Tensor) -> Tensor:
-    """One id per row of logits [n, V]: the likeliest, or at temperature 1 the one where the cdf passes `uniform` [n]."""
+    """One id per row of logits [n, V]: the likeliest, or at temperature 1 where the cdf passes `uniform` [n]."""
     cdf = logits.float().softmax(-1).cumsum(-1)
     drawn = (cdf <= uniform[:, None] * cdf[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
     return torch.where(is_greedy, logits.argmax(-1), drawn)
@@ -91,6 +91,6 @@ def lk_hybrid(
 
 
 def draft_terms(draft_logits: Tensor, verifier_logits: Tensor) -> Tensor:
-    """Summed [LK, CE] of n active positions, weighed alike; CE: of the draft (temperature 1) to the verifier's argmax."""
+    """Summed [LK, CE] of n active positions; CE: of the draft, at temperature 1, to the verifier's argmax."""
     ce = F.cross_entropy(draft_logits.float(), verifier_logits.argmax(-1), reduction="sum")
     return torch.stack([lk_hybrid(draft_logits, verifier_logits).sum(), ce])

@@ -48,8 +48,8 @@ class DraftModel(nn.Module):
         super().__init__()
         self.model, self.config = model.requires_grad_(False), model.config
         self.rank, self.alpha, self.chunk_tokens = rank, alpha, chunk_tokens
-        shapes = [(l.self_attn.o_proj.in_features, l.self_attn.o_proj.out_features) for l in model.encoder.layers]
-        self.lora = nn.ModuleList(LowRank(*shape, rank, alpha / rank) for shape in shapes)
+        projections = [layer.self_attn.o_proj for layer in model.encoder.layers]
+        self.lora = nn.ModuleList(LowRank(o.in_features, o.out_features, rank, alpha / rank) for o in projections)
         end = self.config.eos_token_id
         self.end_ids = [i for i in (end if isinstance(end, list) else [end]) if i is not None]
         self.banned_ids = self.config.banned_ids(self.end_ids)

@@ -81,7 +81,7 @@ class DraftTrainer(TriModeTrainer):
 
 
 def draws(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """(uniform, is_greedy) [B, T] of a batch: functions of (seed, step, sample id), not of rank or place in the batch."""
+    """(uniform, is_greedy) [B, T] of a batch: functions of (seed, step, sample id), whatever the rank and the batch."""
     uniform, coin = torch.zeros(batch.input_ids.shape), torch.zeros(batch.input_ids.shape)
     numbers = batch.sequence[batch.document >= 0].unique().tolist()
     for number, sample_id in zip(numbers, batch.sample_ids, strict=False):  # a dummy batch has no sample

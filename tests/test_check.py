@@ -7,6 +7,7 @@ from data_cases import chat_row, picture, png, write_jsonl
 
 from trimode_vlm.training import check
 from trimode_vlm.training.check import check_data
+from trimode_vlm.training.cli import train
 from trimode_vlm.training.datasets import DataSettings
 from trimode_vlm.training.samples import open_source
 from trimode_vlm.vision import images as vision_images
@@ -60,7 +61,7 @@ def test_counts_are_those_of_training(good, processor, streaming, max_length):
     lengths = sorted(found.lengths)
     text = str(report)
     assert f"tokens       {sum(lengths)}; per sample: least {lengths[0]}, 50 % {lengths[4]}" in text
-    assert f"most {lengths[-1]}" in text and "every sample can be trained on (9 rows read)" in text
+    assert f"most {lengths[-1]}" in text and "every sample can be trained on (9 rows read" in text
 
 
 def test_every_fault_is_found_and_grouped(good, bad, processor, capsys):
@@ -82,11 +83,23 @@ def test_every_fault_is_found_and_grouped(good, bad, processor, capsys):
     assert len(text.splitlines()) < 40
     assert re.search(r"6 x missing image\n    bad.jsonl row 1 \(id r1\): gone.png: no such image file in .*\n", text)
     assert "and 3 more" in text and "bad.jsonl row 14: not valid JSON" in text
-    assert text.endswith("data check: 14 bad samples (24 rows read)")
+    assert "data check: 14 bad samples (24 rows read, of images the headers" in text
     assert text.index("missing image") < text.index("empty answer"), "the most frequent first"
     assert capsys.readouterr() == ("", "")
     good_names = {sample.name for sample in draw_all(bad, processor)}
     assert good_names == {"bad.jsonl row 0 (id r0)"}, "what is bad here is bad in training"
+
+
+def test_torn_pictures_pass_the_quick_command_and_fail_the_whole_one(tmp_path, capsys):
+    (tmp_path / "cut.png").write_bytes(png(70, 30)[:70])
+    cut = write_jsonl(tmp_path / "cut.jsonl", [chat_row(0, "cut.png")]).path
+    options = ["--config", "finetune", "--model", "nano", "--data", cut, "--out", str(tmp_path / "run")]
+    assert train([*options, "--check"]) == 0
+    assert "of images the headers" in capsys.readouterr().out
+    assert train([*options, "--check-images"]) == 1
+    found = capsys.readouterr().out
+    assert "truncated" in found and "headers" not in found
+    assert not (tmp_path / "run").exists()
 
 
 def draw_all(settings, processor):

@@ -2,8 +2,11 @@
 
 import collections
 import json
+import os
 import pickle
 import random
+import subprocess
+import sys
 
 import datasets
 import numpy as np
@@ -204,6 +207,16 @@ def test_the_datasets_librarys_files(tmp_path, kind, streaming):
             assert image_size(image) == (original.height, original.width)
     name = next(iter(table.items()))[1] if streaming else table.name(0)
     assert name.endswith(" row 0") and path.name.split(".")[0] in name
+
+
+def test_the_librarys_progress_bars_stay_out_of_log_files(tmp_path):
+    """In a process of its own, whose stderr is no terminal."""
+    write_dataset("parquet", tmp_path)
+    code = "from trimode_vlm.training.datasets import DataSettings; from trimode_vlm.training.tables import open_table;"
+    code += f"assert len(open_table(DataSettings(path={str(tmp_path / 'a.parquet')!r}))) == 8"
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stderr == ""
 
 
 def test_bytes_paths_and_mixed_types_from_arrow(tmp_path):

@@ -194,6 +194,16 @@ def test_the_estimate_counts_the_padding_behind_answers(text_folder, chats, caps
     assert found[0] < found[1] == 64
 
 
+def test_the_run_says_how_often_it_goes_through_the_data(text_folder, chats, tmp_path, capsys):
+    """Twelve rows by four: steps on the command line stand above epochs in the file."""
+    config = tmp_path / "my.yaml"
+    config.write_text(f"model: {text_folder}\ndata: {chats}\nout: {tmp_path / 'run'}\nepochs: 3\ntrain: [text]\n")
+    assert train(["--config", str(config), *FAST, "--steps", "2"]) == 0
+    assert "\n2 steps of 4 samples: 0.667 epochs of 12 samples\n" in capsys.readouterr().out
+    assert train(["--config", str(config), *FAST, "--out", str(tmp_path / "whole"), "--epochs", "1"]) == 0
+    assert "\n3 steps of 4 samples: 1 epoch of 12 samples\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_samples_stop_the_run_or_are_counted(text_folder, tmp_path, capsys, workers):
     good = [{"prompt": f"Say {n}", "completion": f"It is {n}."} for n in range(7)]
@@ -215,6 +225,7 @@ def test_bad_samples_stop_the_run_or_are_counted(text_folder, tmp_path, capsys, 
     ("options", "words"),
     [
         (["--data", "no-such.jsonl"], "no-such.jsonl"),
+        (["--chek"], "unknown option --chek; did you mean --check?"),
         (["--train", "head"], "train must be among text, vision, projector, got 'head'"),
         (["--lora.targets", "[nothing]"], "nothing"),
         (["--export", "best"], "export 'best' needs eval_every"),

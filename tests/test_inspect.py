@@ -350,7 +350,7 @@ def test_a_row_of_a_users_file(inspect: Any, data: str, tmp_path: Path) -> None:
 
 def test_samples_of_the_nano_recipe(inspect: Any) -> None:
     code, text, _ = inspect("--config", "nano-smoke", "--index", "3")
-    assert code == 0 and text.startswith("nano's stage joint, sample 3   id 3, epoch 0, seed 0\n")
+    assert code == 0 and text.startswith("nano's stage joint, sample 3   drawn with seed 0, epoch 0, sample 3\n")
     assert inspect("--config", "nano-smoke", "--index", "3")[1] == text
     assert inspect("--config", "nano-smoke", "--index", "4")[1] != text
     assert "block_length 5" in inspect("--config", "nano-smoke", "--index", "3", "--joint.block_length", "5")[1]

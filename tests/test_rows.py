@@ -104,7 +104,7 @@ def test_columns_are_renamed(read, tmp_path):
     example = read(row, columns={"conversations": "dialog", "image": "picture"})
     assert example.images == [str(tmp_path / "a.png")]
     kind, message = refused(read, row, columns={"conversations": "dialogue"})
-    assert kind == "format" and "unknown format" in message and "columns: dialog, picture" in message
+    assert kind == "format" and "no column 'dialogue'" in message and "columns: dialog, picture" in message
     assert "nothing in column 'dialogue'" in refused(
         read, row, format="conversations", columns={"conversations": "dialogue"}
     )[1]  # fmt: skip

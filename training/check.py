@@ -91,6 +91,7 @@ class DataReport:
     """What a check found; str() is the report for the terminal."""
 
     sets: tuple[SetReport, ...]
+    decoded_images: bool = True
 
     @property
     def num_bad(self) -> int:
@@ -106,7 +107,8 @@ class DataReport:
         lines = [line for one in self.sets for line in one.lines()]
         total = sum(one.num_rows for one in self.sets)
         verdict = "data check: every sample can be trained on" if self.ok else f"data check: {self.num_bad} bad samples"
-        return "\n".join([*lines, f"{verdict} ({total} rows read)"])
+        of_images = "" if self.decoded_images else ", of images the headers: --check-images reads them whole"
+        return "\n".join([*lines, f"{verdict} ({total} rows read{of_images})"])
 
 
 def check_data(
@@ -132,10 +134,14 @@ def check_data(
         report = SetReport(one.path, one.weight)
         total = len(table) if isinstance(table, Table) else None
         rows = _checks(table, encoder, decode_images, workers)
-        for row in tqdm(rows, total=total, desc=f"check {table.label}", disable=not progress, mininterval=1):
+        for row in tqdm(
+            rows, total=total, desc=f"check {table.label}", disable=None if progress else True, mininterval=1
+        ):
             report.add(row)
         reports.append(report)
-    return DataReport(sets=tuple(reports))
+    return DataReport(
+        sets=tuple(reports), decoded_images=decode_images or not any(report.num_images for report in reports)
+    )
 
 
 def _checks(table: Table | Stream, encoder: RowEncoder, decode_images: bool, workers: int) -> Iterable[RowCheck]:

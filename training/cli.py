@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
 from pathlib import Path
@@ -9,17 +10,20 @@ from typing import Any
 
 from trimode_vlm.training.settings import build, chosen, make_folder, parse_overrides, read_yaml, resolved
 
-USAGE = """usage: trimode-vlm train --config NAME_OR_FILE [--check | --estimate [--gpus N]] [--key value ...]
+USAGE = """usage: trimode-vlm train --config NAME_OR_FILE [--check[-images] | --estimate [--gpus N]] [--key value ...]
 
 Train a model from a YAML file of settings; --key value overrides one of them (nested keys with dots).
 `recipe: finetune` trains a checkpoint on your own data, `recipe: draft_lora` the adapter of its drafts, `recipe: nano`
 makes the shipped model from nothing.
+Each run writes all its settings, with the defaults, to OUT/settings.yaml; training/README.md explains the
+ones that matter.
 Interrupted runs resume when the same command is given again. Steps may grow then; other changes need another --out or
 --allow_changed_settings true.
 
 options:
-  --check       read all data once, report what is wrong with it, and train nothing
-  --estimate    print memory per GPU and FLOPs per step for --gpus N (default 1), and train nothing
+  --check          read all data once, report what is wrong with it, and train nothing; of images, read the headers
+  --check-images   the same, and decode every image; --workers N shares the work
+  --estimate       print memory per GPU and FLOPs per step for --gpus N (default 1), and train nothing
 
 examples:
   trimode-vlm train --config finetune --model MODEL --data train.jsonl --out runs/mine --check
@@ -29,7 +33,7 @@ examples:
   torchrun --nproc-per-node 8 -m trimode_vlm.training --config my.yaml --deepspeed zero3
   torchrun --nproc-per-node 2 -m trimode_vlm.training --config nano --out runs/nano
 """
-FLAGS = ("--check", "--estimate", "--debug")
+FLAGS = ("--check", "--check-images", "--estimate", "--debug")
 RECIPES = ("finetune", "draft_lora", "nano")
 
 
@@ -41,11 +45,14 @@ def train(argv: list[str] | None = None) -> int:
         return 0
     flags = {flag for flag in FLAGS if flag in argv}
     try:
+        for arg in argv:
+            if arg not in flags and (near := difflib.get_close_matches(arg, FLAGS, n=1, cutoff=0.8)):
+                raise ValueError(f"unknown option {arg}; did you mean {near[0]}?")
         overrides = parse_overrides([arg for arg in argv if arg not in flags])
         overrides.pop("local_rank", None)  # from DeepSpeed's launcher, which sets LOCAL_RANK as well
         gpus = int(overrides.pop("gpus", 1))
         settings = read_settings(overrides)
-        if not flags & {"--check", "--estimate"}:
+        if not flags - {"--debug"}:
             make_folder(settings.out)
     except ValueError as error:
         if "--debug" in flags:
@@ -53,8 +60,8 @@ def train(argv: list[str] | None = None) -> int:
         print(f"trimode-vlm train: {error}", file=sys.stderr)
         return 2
     try:
-        if "--check" in flags:
-            return check(settings)
+        if flags & {"--check", "--check-images"}:
+            return check(settings, decode_images="--check-images" in flags)
         if "--estimate" in flags:
             return estimate(settings, gpus)
         return run(settings)
@@ -78,6 +85,8 @@ def read_settings(overrides: dict[str, Any]) -> Any:
     if name is None:
         raise ValueError("--config is missing: give a YAML file or the name of a shipped one")
     base = read_yaml(str(name))
+    if "steps" in overrides and "epochs" not in overrides:
+        base.pop("epochs", None)  # the file's epochs would have stood in place of the steps
     recipe = overrides.get("recipe", base.get("recipe", "finetune"))
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
@@ -117,7 +126,7 @@ def run(settings: Any) -> int:
     return 0
 
 
-def check(settings: Any) -> int:
+def check(settings: Any, decode_images: bool) -> int:
     """Read all data once; returns 1 if anything is wrong with it."""
     if settings.recipe == "nano" or not settings.data:
         raise ValueError("--check reads a user's data: this recipe makes its own")
@@ -126,7 +135,13 @@ def check(settings: Any) -> int:
 
     _, processor = open_processor(settings.model, settings.mask_token_id)
     reports = [
-        check_data(data, processor, max_length=settings.max_length, workers=settings.workers)
+        check_data(
+            data,
+            processor,
+            max_length=settings.max_length,
+            workers=settings.workers,
+            decode_images=decode_images,
+        )
         for data in (settings.data, settings.eval_data)
         if data
     ]

@@ -101,7 +101,7 @@ def run(settings: FinetuneSettings) -> Path:
     settings = with_steps(settings, source)
     model = choose_parts(model, settings)
     if distributed.rank() == 0:
-        print(describe(model), flush=True)
+        print(describe(model), length_of_run(settings, source), sep="\n", flush=True)
     trainer = TriModeTrainer(
         model,
         source,
@@ -185,6 +185,15 @@ def with_steps(settings: FinetuneSettings, source: Any) -> FinetuneSettings:
     if source.num_samples is None:
         raise ValueError("epochs needs data of known size: give steps for streaming data")
     return replace(settings, steps=max(1, math.ceil(settings.epochs * source.num_samples / settings.batch_samples)))
+
+
+def length_of_run(settings: FinetuneSettings, source: Any) -> str:
+    """One line: how many steps, and how often they go through the data where its size is known."""
+    text = f"{settings.steps:,} steps of {settings.batch_samples:,} samples"
+    if source.num_samples is None:
+        return text
+    epochs = settings.steps * settings.batch_samples / source.num_samples
+    return f"{text}: {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {source.num_samples:,} samples"
 
 
 def estimate_inputs(settings: FinetuneSettings, config: Any, processor: Any, gpus: int) -> EstimateInputs:

@@ -73,7 +73,7 @@ def display_width(text: str) -> int:
 def _header(view: SampleView, paint: Paint) -> list[str]:
     n, noise = view.lengths, view.noise
     name = paint.visible(view.name, blanks=False)
-    lines = [f"{name}   id {view.sample_id}, epoch {view.epoch}, seed {noise.seed}"]
+    lines = [f"{name}   drawn with seed {noise.seed}, epoch {view.epoch}, sample {view.sample_id}"]
     other = n["text"] - n["response"]
     answers = f"{len(view.responses)} answer" + ("" if len(view.responses) == 1 else "s")
     lines.append(f"tokens    {n['tokens']} = {n['image']} image + {other} other + {n['response']} trained in {answers}")

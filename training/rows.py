@@ -121,6 +121,8 @@ def _detect(columns: _Columns) -> str:
     if columns.get("text") is not None:
         return "text"
     found = ", ".join(map(str, columns.row)) or "none"
+    if missing := [theirs for theirs in columns.renamed.values() if theirs not in columns.row]:
+        raise BadSample(f"unknown format: no column {missing[0]!r}, which `columns` names (columns: {found})", "format")
     raise BadSample(
         f"unknown format: no column messages, conversations, prompt and completion, or text (columns: {found}); "
         "rename them with columns: {ours: theirs}",

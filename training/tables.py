@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trimode_vlm.training import distributed
 from trimode_vlm.training.datasets import DataSettings
 from trimode_vlm.training.json_rows import JsonRows, parse, stream_lines
 
@@ -214,6 +216,9 @@ def _load_from_disk(settings: DataSettings, folder: Path) -> Any:
 def _load(settings: DataSettings, *args: Any, what: str, **options: Any) -> Any:
     import datasets
 
+    if distributed.rank() or not sys.stderr.isatty():
+        # On a terminal they tell of a wait.
+        datasets.disable_progress_bars()
     try:
         loaded = datasets.load_dataset(*args, streaming=settings.streaming, **options)
     except ConnectionError as error:

@@ -312,7 +312,14 @@ def prompts(processor: Any) -> list[generations.EvalPrompt]:
         "text": [{"role": "user", "content": "What now?"}, {"role": "assistant", "content": "Nothing."}],
         "picture": [{"role": "user", "content": [picture, {"type": "text", "text": "Which colour?"}]}],
     }
-    return [generations.prompt_from_messages(processor, chat, name) for name, chat in chats.items()]
+    found = []
+    for name, (question, *answer) in chats.items():
+        inputs = processor.apply_chat_template(
+            [question], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        expected = answer[0]["content"] if answer else None
+        found.append(generations.EvalPrompt(name=name, inputs=dict(inputs), expected=expected))
+    return found
 
 
 def test_an_evaluation_answers_in_every_mode_and_training_goes_on_as_without_it(tmp_path, processor, capsys):
@@ -406,29 +413,20 @@ def test_flags_of_single_modules_come_back_and_an_adapter_stays_on(processor):
 
 
 def test_the_ranks_that_generate(tmp_path, processor, monkeypatch):
-    """Rank 1 enters `gathered`, answers only under ZeRO 3, and writes nothing in either case."""
-    entered, made = [], []
-
-    class Gathered:
-        def __enter__(self):
-            entered.append(True)
-
-        def __exit__(self, *_):
-            entered.append(False)
-
+    """Rank 1 answers only under ZeRO 3, and writes nothing in either case."""
+    made = []
     monkeypatch.setattr(
         generations, "generate_all", lambda *_, **__: made.append(True) or {"answers": [], "totals": {}}
     )
     for is_partitioned in (False, True):
-        watcher = SampleGenerations(tmp_path, prompts(processor), processor, gathered=Gathered)
+        watcher = SampleGenerations(tmp_path, prompts(processor), processor)
         host = make_host(processor.tokenizer)
         if is_partitioned:
             next(host.parameters()).ds_id = 0  # DeepSpeed's mark
         trainer = text_trainer(tmp_path, host, [watcher])
         monkeypatch.setattr(type(trainer), "is_world_process_zero", lambda self: False)
         trainer.train()
-        assert entered == [True, False] * 2 and made == [True, True] * is_partitioned
-        entered.clear()
+        assert made == [True, True] * is_partitioned
     assert not (tmp_path / "generations.jsonl").exists()
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from trimode_vlm.training.blocks import assign_blocks
 from trimode_vlm.training.corruption import complement, corrupt, noise_generator
-from trimode_vlm.training.dual_stream import assign_blocks
 
 MASK = 99
 

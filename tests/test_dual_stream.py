@@ -5,17 +5,10 @@ import torch
 from training_cases import EOS, IMAGE, MASK, MIXED, VISION_IDS, noise_settings, sample, tiny_model
 
 from trimode_vlm import patterns
+from trimode_vlm.training.blocks import assign_blocks, block_length_at, cut_blocks, response_runs
 from trimode_vlm.training.collate import collate, lay_out
 from trimode_vlm.training.corruption import noise_generator
-from trimode_vlm.training.dual_stream import (
-    IGNORE,
-    assign_blocks,
-    block_length_at,
-    build_dual_stream,
-    cut_blocks,
-    pack,
-    response_runs,
-)
+from trimode_vlm.training.dual_stream import IGNORE, build_dual_stream, pack
 
 
 def forward(model, batch):

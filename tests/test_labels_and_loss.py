@@ -20,9 +20,10 @@ from training_cases import EOS, MIXED, noise_settings, sample, tiny_model
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from trimode_vlm.processor import TriModeProcessor
+from trimode_vlm.training.blocks import response_runs
 from trimode_vlm.training.collate import Batch, NoiseSettings, collate, lay_out, micro_batches
 from trimode_vlm.training.data import Encoded, ListSource
-from trimode_vlm.training.dual_stream import IGNORE, response_runs
+from trimode_vlm.training.dual_stream import IGNORE
 from trimode_vlm.training.nano_data import build_processor
 from trimode_vlm.training.objective import Counts, combine, tri_mode_terms
 

@@ -6,8 +6,8 @@ from training_cases import EOS, MIXED, noise_settings, tiny_model
 
 from trimode_vlm import patterns
 from trimode_vlm.cache import KVCache
+from trimode_vlm.training.blocks import response_runs
 from trimode_vlm.training.collate import collate, lay_out
-from trimode_vlm.training.dual_stream import response_runs
 
 CPU = torch.device("cpu")
 

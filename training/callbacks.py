@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -199,18 +198,17 @@ class SampleGenerations(TrainerCallback):
         modes: Sequence[str] = generations.DEFAULT_MODES,
         max_new_tokens: int = 256,
         buckets: Sequence[int] = generations.DEFAULT_BUCKETS,
-        gathered: Callable[[], AbstractContextManager[Any]] = nullcontext,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Check the modes.
+        """beat: called after each answer; give StallWatch.beat, so that slow answers do not pass for a stall.
 
-        gathered: a context that every rank enters around the answers. beat: called after each answer; give
-        StallWatch.beat, so that slow answers do not pass for a stall.
+        Raises:
+            ValueError: no decoder has the name of a mode.
         """
         self.log = RunLog(Path(folder) / GENERATIONS_NAME)
         self.prompts, self.processor, self.modes = list(prompts), processor, generations.known_modes(modes)
         self.max_new_tokens, self.buckets = max_new_tokens, tuple(buckets)
-        self.gathered, self.beat = gathered, beat
+        self.beat = beat
         self.has_begun = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -222,18 +220,17 @@ class SampleGenerations(TrainerCallback):
         if not self.prompts or not self.has_begun:
             return
         is_main = state.is_world_process_zero
-        with self.gathered():
-            if not (is_main or generations.is_partitioned(model)):
-                return
-            record = generations.generate_all(
-                model,
-                self.processor,
-                self.prompts,
-                self.modes,
-                max_new_tokens=self.max_new_tokens,
-                buckets=self.buckets,
-                after_each=self.beat,
-            )
+        if not (is_main or generations.is_partitioned(model)):
+            return
+        record = generations.generate_all(
+            model,
+            self.processor,
+            self.prompts,
+            self.modes,
+            max_new_tokens=self.max_new_tokens,
+            buckets=self.buckets,
+            after_each=self.beat,
+        )
         if is_main and self.log.append({"step": state.global_step, **record}):
             say(generations.report(state.global_step, record))
 

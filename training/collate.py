@@ -10,17 +10,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trimode_vlm import patterns
+from trimode_vlm.training.blocks import RESPONSE_PADDINGS, cut_blocks, sample_block_length
 from trimode_vlm.training.corruption import complement, corrupt, noise_generator
 from trimode_vlm.training.data import Encoded
-from trimode_vlm.training.dual_stream import (
-    IGNORE,
-    RESPONSE_PADDINGS,
-    DualStream,
-    build_dual_stream,
-    cut_blocks,
-    pack,
-    sample_block_length,
-)
+from trimode_vlm.training.dual_stream import IGNORE, DualStream, build_dual_stream, pack
 from trimode_vlm.training.objective import Counts, count
 from trimode_vlm.vision.images import pad_pixels
 

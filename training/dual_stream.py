@@ -9,24 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimode_vlm.training.blocks import (
-    BLOCK_ALIGNMENTS,
-    BLOCK_OFFSETS,
-    RESPONSE_PADDINGS,
-    Blocks,
-    assign_blocks,
-    block_length_at,
-    cut_blocks,
-    response_runs,
-    sample_block_length,
-)
+from trimode_vlm.training.blocks import Blocks, assign_blocks
 from trimode_vlm.training.corruption import Corruption
-
-__all__ = [
-    "BLOCK_ALIGNMENTS", "BLOCK_OFFSETS", "IGNORE", "NOISY_STREAMS", "RESPONSE_PADDINGS", "Blocks", "DualStream",
-    "assign_blocks", "block_length_at", "build_dual_stream", "cut_blocks", "pack", "response_runs",
-    "sample_block_length",
-]  # fmt: skip
 
 IGNORE = -100
 NOISY_STREAMS = ("response", "text", "all")

@@ -45,19 +45,6 @@ def known_modes(modes: Sequence[str]) -> tuple[str, ...]:
     return tuple(modes)
 
 
-def prompt_from_messages(processor: Any, messages: Sequence[Mapping[str, Any]], name: str) -> EvalPrompt:
-    """A prompt of chat messages; an assistant message at the end is the expected answer."""
-    *before, last = messages
-    expected = None
-    if last["role"] == "assistant":
-        messages, content = before, last["content"]
-        expected = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    inputs = processor.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    return EvalPrompt(name=name, inputs=dict(inputs), expected=expected)
-
-
 def prompt_from_sample(sample: Encoded, processor: Any, config: Any) -> EvalPrompt:
     """What stands before a sample's first trained token, with its images; the first trained span is the answer.
 

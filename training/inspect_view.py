@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from trimode_vlm.detokenizer import IncrementalDetokenizer
+from trimode_vlm.training.blocks import response_runs
 from trimode_vlm.training.collate import NoiseSettings, lay_out
 from trimode_vlm.training.data import Encoded
-from trimode_vlm.training.dual_stream import IGNORE, NOISY_STREAMS, DualStream, response_runs
+from trimode_vlm.training.dual_stream import IGNORE, NOISY_STREAMS, DualStream
 
 STREAMS = ("noisy", "complement", "clean")
 

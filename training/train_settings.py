@@ -8,15 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trimode_vlm.training.blocks import BLOCK_ALIGNMENTS, BLOCK_OFFSETS, RESPONSE_PADDINGS, block_length_at
 from trimode_vlm.training.collate import NoiseSettings
 from trimode_vlm.training.corruption import MASK_RATIOS, NOISE_KINDS
-from trimode_vlm.training.dual_stream import (
-    BLOCK_ALIGNMENTS,
-    BLOCK_OFFSETS,
-    NOISY_STREAMS,
-    RESPONSE_PADDINGS,
-    block_length_at,
-)
+from trimode_vlm.training.dual_stream import NOISY_STREAMS
 from trimode_vlm.training.objective import AVERAGINGS, WEIGHTS
 from trimode_vlm.training.optimizers import OPTIMIZERS
 from trimode_vlm.training.presets import deepspeed_config, zero_stage

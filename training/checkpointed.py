@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from trimode_vlm.training import distributed, saves
 from trimode_vlm.training.lora import save_adapter
@@ -54,14 +55,17 @@ class CheckpointedTrainer(Trainer):
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        checkpoint = self.folder / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(checkpoint, ignore_errors=True)  # a torn one, perhaps of another number of ranks
+        distributed.wait()
         super()._save_checkpoint(model, trial)
         distributed.wait()
         if self.args.should_save:
-            checkpoint = self.folder / f"checkpoint-{self.state.global_step}"
             saves.write_run(checkpoint, settings=self.fingerprint, world=distributed.num_ranks(), name=self.name)
             saves.write_manifest(checkpoint)
             # Only now: an older checkpoint goes when the new one is whole.
-            rotate_checkpoints(str(self.folder), self.keep_checkpoints, self.state.best_model_checkpoint)
+            saves.rotate(checkpoint, self.keep_checkpoints, self.state.best_model_checkpoint)
         distributed.wait()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -89,14 +93,32 @@ class CheckpointedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        self._mend_state(Path(checkpoint))
         tensors, scheduler = saves.load_optimizer(Path(checkpoint))
         if not self.is_deepspeed_enabled:
             load_optimizer_tensors(self._torch_optimizer, self._named, tensors)
-        self.lr_scheduler.load_state_dict({"lr_lambdas": [None] * len(self.lr_scheduler.base_lrs), **scheduler})
         if "checkpoint" in self._deepspeed_config:
             mend_groups(self.model_wrapped.optimizer.optimizer, self.parameter_groups())
-        for group, lr in zip(self.lr_scheduler.optimizer.param_groups, scheduler["_last_lr"], strict=True):
+        self._place_schedule(scheduler["last_epoch"], scheduler["_step_count"])
+
+    def _place_schedule(self, step: int, step_count: int) -> None:
+        """Put the schedule where it was, with this run's own rates, length and decay, which may have been changed."""
+        schedule = self.lr_scheduler
+        schedule.last_epoch, schedule._step_count = step, step_count
+        schedule._last_lr = [
+            base * share(step) for base, share in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        decays = {group["name"]: group["weight_decay"] for group in self.parameter_groups()}
+        for group, lr in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
             group["lr"] = lr
+            group["weight_decay"] = decays.get(group.get("name"), group["weight_decay"])
+
+    def _mend_state(self, checkpoint: Path) -> None:
+        """Bring up to date what a saved state says of the folder and of how often to log, save and evaluate."""
+        self.state.compute_steps(self.args, self.args.max_steps)
+        best = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).best_model_checkpoint
+        here = None if best is None else self.folder / Path(best).name
+        self.state.best_model_checkpoint = str(here) if here is not None and here.is_dir() else None
 
     @property
     def _torch_optimizer(self) -> torch.optim.Optimizer:

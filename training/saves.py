@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.trainer_utils import sort_checkpoints
 
 MANIFEST = "manifest.json"
 OPTIMIZER, SCHEDULER, RUN = "optimizer.safetensors", "scheduler.json", "run.json"
@@ -25,8 +26,9 @@ HASH_WHOLE_BYTES = 1 << 26
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
-    return [Path(path) for path in sort_checkpoints(str(folder))] if folder.is_dir() else []
+    """The checkpoint folders of a run, oldest first; a copy with another name ("checkpoint-8-good") is none."""
+    found = [p for p in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
+    return sorted(found, key=step_of)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -42,6 +44,19 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint was written after."""
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def rotate(newest: Path, keep: int, best: str | None = None) -> None:
+    """Delete all checkpoints but the last `keep` up to the newest, which is whole, and the best one.
+
+    Those of later steps go as well: they were torn, so the run went on from before them.
+    """
+    found = checkpoints(newest.parent)
+    later = [path for path in found if step_of(path) > step_of(newest)]
+    earlier = found[: len(found) - len(later)][:-keep]
+    for path in [*later, *earlier]:
+        if best is None or path.name != Path(best).name:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def write_manifest(checkpoint: Path) -> None:
@@ -104,8 +119,10 @@ def load_optimizer(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
 def _torn_files(checkpoint: Path) -> list[str]:
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or not manifest:
+            return [f"{MANIFEST} names no files"]
         return [name for name, digest in manifest.items() if _digest(checkpoint / name) != digest]
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         return [str(error)]
 
 

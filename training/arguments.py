@@ -23,6 +23,8 @@ def training_arguments(settings: TrainSettings, folder: Path, evaluates: bool = 
         decay = round(s.decay_fraction * s.steps)
         schedule = "warmup_stable_decay"
         options = {"num_decay_steps": decay, "min_lr_ratio": s.min_lr_ratio, "decay_type": "linear"}
+    if s.precision == "fp16" and distributed.use_cpu():
+        raise ValueError("precision fp16 needs a GPU for each process: use bf16 or fp32 on the CPU")
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=s.steps,

@@ -7,12 +7,22 @@ import os
 from pathlib import Path
 from typing import Any
 
+OURS = {
+    "gradient_accumulation_steps": "a step is the whole global batch already: batch_samples, micro_batch_tokens",
+    "train_micro_batch_size_per_gpu": "batch_samples, micro_batch_tokens",
+    "train_batch_size": "batch_samples",
+    "gradient_clipping": "grad_clip",
+}
+"""Keys of DeepSpeed's that must be "auto", and the settings that decide in their place."""
+
 
 def deepspeed_config(name: str | None) -> dict[str, Any] | None:
     """A preset by its bare name ("zero2") or a JSON file by its path; None stays None.
 
+    What a file leaves out of OURS and of the precision becomes "auto": DeepSpeed would take its own defaults.
+
     Raises:
-        ValueError: no such preset or file, or no JSON object in it.
+        ValueError: no such preset or file, no JSON object in it, or it decides what the run's settings do.
     """
     if name is None:
         return None
@@ -27,6 +37,17 @@ def deepspeed_config(name: str | None) -> dict[str, Any] | None:
         raise ValueError(f"deepspeed: {path} is not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"deepspeed: {path} must hold a JSON object, found {type(content).__name__}")
+    for section in ("optimizer", "scheduler"):
+        if section in content:
+            raise ValueError(
+                f"deepspeed: {path} has its own {section!r} section, which would not know the rates of each part: "
+                "take it out, and set optimizer, lr, weight_decay, betas, schedule and warmup in the settings"
+            )
+    for key, setting in OURS.items():
+        if content.setdefault(key, "auto") not in ("auto", None if key == "gradient_clipping" else 1):
+            raise ValueError(f'deepspeed: {path} sets {key} to {content[key]!r}: write "auto" there ({setting})')
+    for precision in ("bf16", "fp16"):
+        content.setdefault(precision, {}).setdefault("enabled", "auto")
     return content
 
 

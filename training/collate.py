@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Move every tensor to a device."""
-        return replace(self, **{k: value.to(device) for k, value in vars(self).items() if isinstance(value, Tensor)})
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def lay_out(sample: Encoded, noise: NoiseSettings) -> DualStream:

@@ -1,9 +1,8 @@
-"""What a training run will need: memory on each GPU and operations of a step, as a table or as JSON."""
+"""What a training run will need: memory on each GPU and operations of a step, as a table."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from trimode_vlm.config import TriModeConfig
 from trimode_vlm.training.flops import Flops, count_flops
@@ -47,11 +46,6 @@ class Estimate:
     def step_flops(self) -> float:
         """Of an optimizer step on all GPUs."""
         return self.micro_batch_flops * self.inputs.micro_batches * self.gpus
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers, with the totals."""
-        totals = {"total_bytes": self.total_bytes, "step_flops": self.step_flops}
-        return asdict(self) | totals | {"micro_batch_flops": self.micro_batch_flops}
 
     def __str__(self) -> str:
         return "\n".join([*_tokens(self), "", *_parameters(self), "", *_memory(self), "", *_operations(self)])

@@ -17,7 +17,8 @@ from naive import Oracle, by_position, count_forwards, scripted_model
 from trimode_vlm import cli
 from trimode_vlm.eval import sol_report
 from trimode_vlm.eval.sol import samplers, step_counts
-from trimode_vlm.eval.speed_of_light import BlockSearch, Canvas, Look, SolBlock, largest_safe, replay, speed_of_light
+from trimode_vlm.eval.sol_search import BlockSearch, Canvas, Look, SolBlock, largest_safe
+from trimode_vlm.eval.speed_of_light import replay, speed_of_light
 
 Rule = Callable[[Canvas], Look]
 SEED = 9

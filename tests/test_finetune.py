@@ -1,7 +1,10 @@
 """From a user's file to a model folder: text and LoRA fine-tuning of Ministral-3 folders that transformers wrote."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -182,6 +185,17 @@ def test_no_step_is_missing_in_the_totals(text_folder, chats, tmp_path, capsys):
         log = log_of(tmp_path / "run")
         assert log[-1]["step"] == steps and log[-1]["samples_seen"] == 4 * steps
         assert f" {4 * steps} samples" in capsys.readouterr().err
+
+
+def test_nothing_but_ours_is_printed(chats, tmp_path):
+    """A run and its resumption, each in a process of its own, as DeepSpeed and transformers warn once."""
+    command = [sys.executable, "-m", "trimode_vlm.training", "--config", "finetune", "--model", "nano", "--data"]
+    command += [str(chats), "--out", str(tmp_path / "run"), "--batch_samples", "2", "--save_every", "1", "--steps"]
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    for steps in ("1", "2"):
+        done = subprocess.run([*command, steps], capture_output=True, text=True, env=environment, check=True)
+        assert "WARNING" not in done.stdout + done.stderr and "[transformers]" not in done.stderr
+    assert done.stderr.startswith("finetune: resumed at step 1 of 2\n")
 
 
 def test_the_estimate_counts_the_padding_behind_answers(text_folder, chats, capsys):

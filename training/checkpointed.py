@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,16 @@ class CheckpointedTrainer(Trainer):
     @property
     def _torch_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # The Trainer reads our config as one of no particular model, and warns of what it does not know.
+        rope = logging.getLogger("transformers.modeling_rope_utils")
+        level = rope.level
+        rope.setLevel(logging.ERROR)
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        finally:
+            rope.setLevel(level)
 
     def _save_rng_state(self, output_dir: str) -> None:
         saves.save_random_state(Path(output_dir), distributed.rank())

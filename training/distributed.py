@@ -22,6 +22,9 @@ def use_cpu() -> bool:
 
 def start() -> PartialState:
     """Join the group that the launcher describes in the environment, if there is one; returns this process's place."""
+    if use_cpu():
+        # DeepSpeed, which accelerate imports, looks for an accelerator and warns on stdout that it found none.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return PartialState(cpu=use_cpu(), backend="gloo" if use_cpu() and launched() else None)
 
 

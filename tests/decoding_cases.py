@@ -9,7 +9,8 @@ from conftest import tiny_config
 from naive import by_position, scripted_model
 from torch import Tensor
 
-MODES = ("ar", "diffusion", "linear_spec")
+MODES = ("ar", "diffusion", "linear_spec", "quadratic_spec")
+SELF_SPECULATION = ("linear_spec", "quadratic_spec")
 V, END, MASK = 64, 2, 3
 PROMPT = [10, 11, 12, 13, 14]
 
@@ -54,7 +55,7 @@ def generate(model: Any, rows: list[list[int]], **chosen: Any) -> tuple[list[lis
     return answers(out, inputs["input_ids"].shape[1]), out
 
 
-def says(tokens: list[int], first: int = len(PROMPT), shift: int = 0, sure: float = 20.0, length: int = 80) -> Tensor:
+def says(tokens: list[int], first: int = len(PROMPT), shift: int = 0, sure: float = 20.0, length: int = 160) -> Tensor:
     """A table [P, V] that wants tokens[i] at position first + i; the causal one speaks a position earlier (shift 1)."""
     table = torch.zeros(length, V)
     for i, token in enumerate(tokens):

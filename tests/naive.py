@@ -93,6 +93,57 @@ class Oracle:
             answer.accepted_lengths.append(gave)
         return answer
 
+    def quadratic_spec(self, prompt: list[int], budget: int, k: int, verifier_mix: float = 1.0) -> Answer:
+        """Per forward: verify seed and draft, and behind each of their tokens k masks that draft what follows it.
+
+        The first cycle verifies the seed alone. Masks are left out where no draft could be used: k == 1, or one token
+        of the budget left.
+        """
+        answer = Answer(nfe=1)
+        answer.emit([int(self.logits(prompt)[-1].argmax())], budget, self.end_ids)
+        draft: list[int] = []
+        while not answer.finish_reason:
+            drafting = k > 1 and budget - len(answer.token_ids) > 1
+            rows = [answer.token_ids[-1]] + (draft if drafting else [])
+            num_masks = k if drafting or verifier_mix < 1 else 0
+            logits = self.quadratic_logits(prompt + answer.token_ids[:-1], rows, num_masks)
+            answer.nfe += 1
+            verdict = logits[:, 0]
+            if verifier_mix < 1:
+                verdict = verifier_mix * logits[:, 0].softmax(-1) + (1 - verifier_mix) * logits[:, 1].softmax(-1)
+            target = verdict.argmax(-1).tolist()
+            accepted = 0
+            while accepted < len(rows) - 1 and target[accepted] == rows[accepted + 1]:
+                accepted += 1
+            draft = logits[accepted, 2:].argmax(-1).tolist()
+            gave = answer.emit([*rows[1 : accepted + 1], target[accepted]], budget, self.end_ids)
+            answer.accepted_lengths.append(gave)
+        return answer
+
+    def quadratic_logits(self, prefix: list[int], rows: list[int], num_masks: int) -> Tensor:
+        """[R, num_masks + 1, V] of the rows [id, mask x num_masks], all in one forward behind the prefix.
+
+        Each token is (row, column, position), the prefix in row -1; what sees what is asked of every pair of them.
+        """
+        n = len(prefix)
+        tokens = [(-1, 0, p) for p in range(n)]
+        tokens += [(row, column, n + row + column) for row in range(len(rows)) for column in range(num_masks + 1)]
+        ids = list(prefix)
+        for token in rows:
+            ids += [token] + [self.model.config.mask_token_id] * num_masks
+        row, column, place = torch.tensor(tokens).unbind(1)
+        is_text = column == 0
+        text_sees_text = is_text[:, None] & is_text & (place <= place[:, None])
+        mask_sees_text = ~is_text[:, None] & is_text & (row <= row[:, None])
+        mask_sees_mask = ~is_text[:, None] & ~is_text & (row == row[:, None])
+        allowed = text_sees_text | mask_sees_text | mask_sees_mask
+        pattern = Pattern(lambda b, h, q, k: allowed[q, k], 1, len(ids), len(ids), torch.device("cpu"))
+        with torch.no_grad():
+            given = {"input_ids": torch.tensor([ids]), "position_ids": place[None], "pattern": pattern}
+            logits = self.model(**given, **self.images).logits[0, n:].clone()
+        logits[:, list(self.banned_ids)] = float("-inf")
+        return logits.view(len(rows), num_masks + 1, -1)
+
     def diffusion(self, prompt: list[int], budget: int, k: int, threshold: float | None) -> Answer:
         """Blocks of [seed, mask x (k-1)]; a forward commits the surest mask and all at or above the threshold."""
         mask = self.model.config.mask_token_id
@@ -121,11 +172,13 @@ class Oracle:
             answer.nfe += 1
 
     def decode(self, mode: str, prompt: list[int], budget: int, k: int, threshold: float | None = 0.9) -> Answer:
-        """One of the three, by name."""
+        """One of the four, by name."""
         if mode == "ar":
             return self.ar(prompt, budget)
         if mode == "linear_spec":
             return self.linear_spec(prompt, budget, k)
+        if mode == "quadratic_spec":
+            return self.quadratic_spec(prompt, budget, k)
         return self.diffusion(prompt, budget, k, threshold)
 
 
@@ -163,14 +216,21 @@ class _ScriptedEncoder(nn.Module):
         self.calls: list[tuple[list[list[int]], list[list[int]], list[list[bool]]]] = []
 
     def forward(
-        self, inputs_embeds: Tensor, position_ids: Tensor, pattern: Pattern, cache: Any = None, lean: None = None
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        pattern: Pattern,
+        cache: Any = None,
+        lean: None = None,
+        adapter: None = None,
     ) -> Tensor:
         B, T, D = inputs_embeds.shape
         sees = pattern.attn_mask.expand(B, 1, T, pattern.key_length)[:, 0]
-        # The slot of a key is its position, with a cache and without one.
-        next_slot = (position_ids + 1).clamp(max=sees.shape[-1] - 1)
-        ahead = sees.gather(-1, next_slot[..., None]).squeeze(-1) & (position_ids + 1 < sees.shape[-1])
-        last = position_ids[:, 1:, None].clamp(max=sees.shape[-1] - 1)
+        # Keys lie one behind the other from the first position on, with a cache and without one.
+        slot = position_ids[:, :1] + torch.arange(T)
+        next_slot = (slot + 1).clamp(max=sees.shape[-1] - 1)
+        ahead = sees.gather(-1, next_slot[..., None]).squeeze(-1) & (slot + 1 < sees.shape[-1])
+        last = slot[:, 1:, None].clamp(max=sees.shape[-1] - 1)
         ahead[:, 1:] |= sees[:, :-1].gather(-1, last).squeeze(-1)
         token = inputs_embeds[..., 0].round().long()
         self.calls.append((token.tolist(), position_ids.tolist(), ahead.tolist()))

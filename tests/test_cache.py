@@ -61,3 +61,16 @@ def test_cached_passes_equal_a_pass_without_a_cache(tiny_text_model, lengths):
             )
             expected = model(input_ids=whole, pattern=both).logits[:, n:]
             torch.testing.assert_close(drafted[b : b + 1], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [[2, 2], [0, 3]])
+def test_advance_with_a_stride_moves_the_kept_slots_together(tiny_text_model, lengths):
+    """Slots hold their numbers; of every third new slot three are kept in row 0, one in row 1."""
+    cache = KVCache(tiny_text_model.config, 2, 14, torch.float32)
+    cache.kv.copy_(torch.arange(14.0)[:, None].expand(14, cache.kv.shape[-1]))
+    cache.truncate(lengths)
+    cache.advance([3, 1], stride=3)
+    assert cache.lengths == [lengths[0] + 3, lengths[1] + 1]
+    for row, (n, count) in enumerate(zip(lengths, (3, 1), strict=True)):
+        kept = [*range(n), *(n + 3 * i for i in range(count))]
+        assert (cache.kv[:, row, :, : n + count] == torch.tensor(kept)[:, None]).all()

@@ -79,11 +79,13 @@ def giant_png(path: Path, side: int = 30000) -> str:
     ("argv", "words"),
     [
         (["chta"], "unknown command 'chta'; did you mean chat?"),
-        (["serve"], "known: chat, convert, train, inspect, eval, bench"),
+        (["serve"], "known: chat, convert, train, inspect, eval, bench, sol"),
         (["chat", "--treshold", "0.9", "Hi"], "unknown option --treshold; did you mean --threshold?"),
         (["chat", "--mode", "difusion", "Hi"], "unknown mode 'difusion'; did you mean diffusion?"),
         (["chat", "--mode", "ar", "--threshold", "0.9", "Hi"], "--threshold has no effect with --mode ar"),
         (["chat", "--mode", "linear_spec", "--threshold", "0.9", "Hi"], "it belongs to diffusion"),
+        (["chat", "--mode", "linear_spec", "--verifier-mix", "0.9", "Hi"], "it belongs to quadratic_spec"),
+        (["chat", "--mode", "quadratic_spec", "--verifier-mix", "0", "Hi"], "--verifier-mix must be above 0"),
         (["chat", "--mode", "ar", "--block_length", "8", "Hi"], "--block-length has no effect"),
         (["chat", "--top-p", "0.9", "Hi"], "--top-p has no effect without --temperature"),
         (["chat", "--temperature", "-1", "Hi"], "--temperature must be 0 or more"),
@@ -321,8 +323,8 @@ def test_compare_prints_each_answer_and_a_table(chat: Any, picture: str) -> None
     table = out[out.index("mode  ") :].splitlines()
     assert code == 0 and "linear_spec: the same text" in out and out.startswith("ar:\n")
     assert [line.split()[0] for line in table[2:]] == list(MODE_OPTIONS)
-    assert [line.split()[1] for line in table[2:]] == ["12", "12", "12"]
-    assert table[2].split()[3:5] == ["1.00", "1.00"] and table[4].endswith(" yes")
+    assert [line.split()[1] for line in table[2:]] == ["12"] * 4
+    assert table[2].split()[3:5] == ["1.00", "1.00"] and all(line.endswith(" yes") for line in table[4:])
     assert len({len(line) for line in table[1:] if line.endswith(("-", "yes"))}) == 1
 
 

@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tiny_model, tiny_config
-from decoding_cases import END, MASK, MODES, PROMPT, V, answers, generate, options, prompts, says, speaker
+from decoding_cases import (
+    END,
+    MASK,
+    MODES,
+    PROMPT,
+    SELF_SPECULATION,
+    V,
+    answers,
+    generate,
+    options,
+    prompts,
+    says,
+    speaker,
+)
 from naive import Answer, Oracle, by_position, count_forwards, scripted_model
 from torch import Tensor
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
@@ -41,7 +54,7 @@ def test_an_end_token_ends_the_output_where_it_stands(mode: str, end_at: int) ->
     decode_forwards = len(sizes) - 1
     assert out.tokens_per_forward == [end_at / decode_forwards if decode_forwards else 1.0]
     assert out.tokens_per_forward_end_to_end == [(end_at + 1) / len(sizes)]
-    assert sum(out.accepted_lengths[0]) == (end_at if mode == "linear_spec" else 0)
+    assert sum(out.accepted_lengths[0]) == (end_at if mode in SELF_SPECULATION else 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -174,18 +187,21 @@ def test_ids_that_no_decoder_may_emit() -> None:
 # --- Greedy self-speculation equals greedy AR, token for token, in fp32, also with exact ties.
 
 
+@pytest.mark.parametrize("mode", SELF_SPECULATION)
 @pytest.mark.parametrize("seed", range(4))
-def test_greedy_self_speculation_equals_ar_on_200_prompts(seed: int) -> None:
+def test_greedy_self_speculation_equals_ar_on_200_prompts(seed: int, mode: str) -> None:
     """Four random models, 50 prompts each in ragged batches, block lengths that do not divide the budget."""
     model = make_tiny_model(seed=seed, vision=False)
     rows = prompts(50, seed)
     expected, _ = generate(model, rows, mode="ar", max_new_tokens=24)
-    tokens, out = generate(model, rows, mode="linear_spec", block_length=(3, 7, 8, 32)[seed], max_new_tokens=24)
+    longest = 32 if mode == "linear_spec" else 11
+    tokens, out = generate(model, rows, mode=mode, block_length=(3, 7, 8, longest)[seed], max_new_tokens=24)
     assert tokens == expected
     assert all(1 + sum(lengths) == n for lengths, n in zip(out.accepted_lengths, out.num_new_tokens, strict=True))
 
 
-def test_exact_ties_of_real_weights() -> None:
+@pytest.mark.parametrize("mode", SELF_SPECULATION)
+def test_exact_ties_of_real_weights(mode: str) -> None:
     """The head has every row twice, so the two likeliest tokens of every position tie bit for bit."""
     model = make_tiny_model(seed=5, vision=False)
     with torch.no_grad():
@@ -193,21 +209,21 @@ def test_exact_ties_of_real_weights() -> None:
     for block_length in (2, 8):
         rows = prompts(20, seed=5)
         expected, _ = generate(model, rows, mode="ar", max_new_tokens=16)
-        tokens, _ = generate(model, rows, mode="linear_spec", block_length=block_length, max_new_tokens=16)
+        tokens, _ = generate(model, rows, mode=mode, block_length=block_length, max_new_tokens=16)
         assert tokens == expected
     assert Oracle(model, [END], model.config.never_sampled_ids).ar(rows[0], 16).token_ids == expected[0]
 
 
 def test_exact_ties_of_scripted_logits() -> None:
-    """All words tie everywhere: both modes must break the tie alike, whatever the draft says."""
+    """All words tie everywhere: all modes must break the tie alike, whatever the draft says."""
     causal = torch.zeros(80, V)
     causal[:, :8] = -5.0
     for draft in (causal, says([20 + i for i in range(16)])):
         model = scripted_model(tiny_config(vision=False), by_position(causal), by_position(draft))
         results = [
-            generate(model, [PROMPT], max_new_tokens=16, **options(mode, 4))[0] for mode in ("ar", "linear_spec")
+            generate(model, [PROMPT], max_new_tokens=16, **options(mode, 4))[0] for mode in ("ar", *SELF_SPECULATION)
         ]
-        assert results[0] == results[1]
+        assert results[0] == results[1] == results[2]
 
 
 def test_disagreement_keeps_the_verifiers_token() -> None:
@@ -225,15 +241,17 @@ def test_logits_processors_act_alike_in_ar_and_self_speculation() -> None:
     for prompt in prompts(10, seed=2):
         chosen: dict[str, Any] = {"max_new_tokens": 20, "logits_processor": processors}
         expected, _ = generate(model, [prompt], mode="ar", **chosen)
-        assert generate(model, [prompt], mode="linear_spec", block_length=6, **chosen)[0] == expected
+        for mode in SELF_SPECULATION:
+            assert generate(model, [prompt], mode=mode, block_length=6, **chosen)[0] == expected
     assert generate(model, [prompt], mode="ar", max_new_tokens=20)[0] != expected
 
 
 # --- After each cycle the cached logits equal a cacheless recomputation.
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "quadratic_spec"])
 def test_cached_logits_equal_a_cacheless_recomputation(mode: str) -> None:
+    """Those of quadratic_spec: test_quadratic_spec.py."""
     model = make_tiny_model(seed=3, vision=False)
     encoder = model.encoder
     seen: dict[str, Any] = {}

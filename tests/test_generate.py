@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from trimode_vlm import TriModeGenerationConfig
 
-MODES = ["ar", "diffusion", "linear_spec"]
+MODES = ["ar", "diffusion", "linear_spec", "quadratic_spec"]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_transformers_streamers_print_the_answer(chat_model, processor, inputs, 
     assert left.strip("\n") == answer.strip("\n")
 
 
-@pytest.mark.parametrize("mode", ["diffusion", "linear_spec"])
+@pytest.mark.parametrize("mode", ["diffusion", "linear_spec", "quadratic_spec"])
 def test_drafts_hold_nothing_that_is_already_final(chat_model, inputs, mode):
     class Log(Recorder):
         def put(self, value):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trimode_vlm.cache import KVCache
 from trimode_vlm.lean_forward import lean_forward
 from trimode_vlm.model_inputs import positions
-from trimode_vlm.patterns import block, causal
+from trimode_vlm.patterns import Pattern, block, causal, quadratic
 
 CPU = torch.device("cpu")
 
@@ -31,13 +31,23 @@ def both_ways(model: Any, lengths: list[int], T: int, kind: Any) -> tuple[Tensor
             place = positions(B, max(lengths), 0, None, CPU)
             model.hidden(prefix, place, causal(B, max(lengths), CPU), cache, forward)
             cache.truncate(lengths)
-            place, pattern = positions(B, T, cache.offset, None, CPU), kind(B, T, CPU, cache.offset)
+            pattern = kind(B, T, CPU, cache.offset)
+            place = positions(B, T, cache.offset, None, CPU)
+            if not pattern.positions_are_slots:
+                place = place[:, :1] + torch.arange(T) // 4 + torch.arange(T) % 4
             new = model.encoder.embed_tokens(ids[:, -T:])
             results.append(model.diffusion_head(model.hidden(new, place, pattern, cache, forward)))
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("kind", [causal, block])
+def rows_of_four(batch: int, query_length: int, device: torch.device, offset: int | Tensor) -> Pattern:
+    """The quadratic pattern, whose positions are not its slots."""
+    return (
+        quadratic(query_length // 4, 3, batch, device, offset) if query_length > 1 else block(batch, 1, device, offset)
+    )
+
+
+@pytest.mark.parametrize("kind", [causal, block, rows_of_four])
 @pytest.mark.parametrize("T", [1, 8])
 @pytest.mark.parametrize("lengths", [[20], [300, 300], [5, 290]])
 def test_it_equals_the_modules(tiny_text_model: Any, lengths: list[int], T: int, kind: Any) -> None:
@@ -74,7 +84,7 @@ def test_the_table_serves_longer_caches_and_other_dtypes() -> None:
     torch.testing.assert_close(lean, modules, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["ar", "linear_spec", "diffusion"])
+@pytest.mark.parametrize("mode", ["ar", "linear_spec", "diffusion", "quadratic_spec"])
 def test_generate_calls_no_layer_and_gives_the_modules_answer(mode: str) -> None:
     """A hook on one projection brings the modules back; the answer is the same."""
     model = make_tiny_model(vision=False)

@@ -9,7 +9,7 @@ from conftest import EXAMPLES, REPOSITORY
 import trimode_vlm
 from trimode_vlm.training.synthetic import HELD_OUT_SEED, TASKS, make_sample
 
-MODES = ("ar", "diffusion", "linear_spec")
+MODES = ("ar", "diffusion", "linear_spec", "quadratic_spec")
 SEED = HELD_OUT_SEED + 500_000_000  # away from the samples that the README's table reports
 
 

@@ -44,8 +44,11 @@ ALL = {
     "block": lambda: patterns.block(2, 8, CPU, 21),
     "block, ragged": lambda: patterns.block(2, 8, CPU, torch.tensor([5, 21])),
     "dual stream": lambda: patterns.dual_stream(*padded(dual_stream_metadata())),
-    "quadratic": lambda: patterns.quadratic(4, 2, CPU, 11),
-    "quadratic, ragged": lambda: patterns.quadratic(4, 2, CPU, torch.tensor([3, 11])),
+    "quadratic": lambda: patterns.quadratic(4, 5, 2, CPU, 11),
+    "quadratic, ragged": lambda: patterns.quadratic(4, 4, 2, CPU, torch.tensor([3, 11])),
+    "quadratic, one row": lambda: patterns.quadratic(1, 4, 2, CPU, 11),
+    "quadratic, no masks": lambda: patterns.quadratic(1, 0, 2, CPU, 11),
+    "quadratic, ragged, no masks": lambda: patterns.quadratic(1, 0, 2, CPU, torch.tensor([3, 11])),
 }
 
 
@@ -108,12 +111,12 @@ def test_packed_documents_do_not_see_each_other():
 
 
 def test_quadratic_rows_see_their_own_masks_only():
-    k, prefix = 3, 5
-    mask = patterns.quadratic(k, 1, CPU, prefix).attn_mask[0, 0]
+    rows, k, prefix = 3, 4, 5
+    mask = patterns.quadratic(rows, k, 1, CPU, prefix).attn_mask[0, 0]
     assert mask[:, :prefix].all()
-    body = mask[:, prefix:].view(k, k + 1, k, k + 1)
-    for i in range(k):
-        for j in range(k):
+    body = mask[:, prefix:].view(rows, k + 1, rows, k + 1)
+    for i in range(rows):
+        for j in range(rows):
             assert bool(body[i, :, j, 0].all()) == (j <= i), "drafts up to the own row are seen"
             assert bool(body[i, 1:, j, 1:].all()) == (i == j) and bool(body[i, 1:, j, 1:].any()) == (i == j)
         assert not body[i, 0, :, 1:].any(), "a draft sees no mask"

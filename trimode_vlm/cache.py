@@ -72,8 +72,14 @@ class KVCache:
         keys, values = buffer.narrow(2, 0, end).chunk(2, 1)
         return keys, values
 
-    def advance(self, counts: list[int]) -> None:
-        """Keep the next counts[b] slots of each row."""
+    def advance(self, counts: list[int], stride: int = 1) -> None:
+        """Keep the next counts[b] slots of each row; with a stride, every stride-th of them, moved together."""
+        if stride > 1:
+            steps = torch.arange(max(counts), device=self.kv.device)
+            starts = torch.tensor(self.lengths, device=self.kv.device)[:, None]
+            rows = torch.arange(self.batch, device=self.kv.device)[:, None]
+            # Indexing copies before it writes, so source and target may overlap.
+            self.kv[:, rows, :, starts + steps] = self.kv[:, rows, :, starts + stride * steps]
         self.set_lengths([n + c for n, c in zip(self.lengths, counts, strict=True)])
 
     def truncate(self, length: int | list[int]) -> None:

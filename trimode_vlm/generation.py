@@ -171,6 +171,7 @@ class Generation:
             banned,
             self._process if self.processors else None,
             lean,
+            model.draft_adapter.deltas(model) if model.draft_adapter else None,
         )
         if banned.numel():
             logits = logits.index_fill(-1, banned, float("-inf"))

@@ -23,6 +23,7 @@ OUR_DEFAULTS: dict[str, Any] = {
     "threshold": 0.9,
     "commit_rule": "confidence",
     "entropy_bound": 0.1,
+    "verifier_mix": 1.0,
     "seed": None,
 }
 SHARED_OPTIONS = frozenset(
@@ -51,10 +52,12 @@ class TriModeGenerationConfig(GenerationConfig):
     """A transformers GenerationConfig with the tri-mode options; lives in `generation_config.json`.
 
     Args:
-        mode: "ar", "diffusion" or "linear_spec".
+        mode: "ar", "diffusion", "linear_spec" or "quadratic_spec".
         block_length: tokens per diffusion block or draft (None: the model's own).
         threshold: diffusion commits every masked position at or above this probability; None: one token per forward.
         commit_rule: "confidence" or "entropy"; entropy_bound: nats that the entropy rule may commit at once.
+        verifier_mix: quadratic_spec accepts by verifier_mix * p_AR + (1 - verifier_mix) * p_diffusion. Below 1 (the
+            default) it is not exact: the output is no longer that of ar.
         seed: of the request; row b draws from a stream of its own, seeded with seed + b.
     """
 
@@ -63,6 +66,7 @@ class TriModeGenerationConfig(GenerationConfig):
     threshold: float | None
     commit_rule: str
     entropy_bound: float
+    verifier_mix: float
     seed: int | None
 
     def __init__(self, **kwargs: Any) -> None:
@@ -140,7 +144,7 @@ class TriModeGenerationConfig(GenerationConfig):
             if value is not None and (type(value) is not int or value < least or (most and value > most)):
                 limits = f"of at least {least}" + (f" and at most {most}" if most else "")
                 raise ValueError(f"{name} must be a whole number {limits}, got {value!r}")
-        for name in ("temperature", "threshold", "top_p", "entropy_bound"):
+        for name in ("temperature", "threshold", "top_p", "entropy_bound", "verifier_mix"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 raise ValueError(f"{name} must be a number, got {value!r}")
@@ -153,6 +157,8 @@ class TriModeGenerationConfig(GenerationConfig):
             raise ValueError(f"threshold must lie in (0, 1], got {self.threshold}; None commits one token per forward")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.verifier_mix is None or not 0 < self.verifier_mix <= 1:
+            raise ValueError(f"verifier_mix must lie in (0, 1], got {self.verifier_mix}; 1 keeps the output of ar")
         if self.commit_rule not in COMMIT_RULES:
             raise ValueError(f"unknown commit_rule {self.commit_rule!r}; known: {', '.join(COMMIT_RULES)}")
         if not self.entropy_bound >= 0:
@@ -175,6 +181,7 @@ class TriModeGenerationConfig(GenerationConfig):
             threshold=self.threshold,
             commit_rule=self.commit_rule,
             entropy_bound=self.entropy_bound,
+            verifier_mix=float(self.verifier_mix),
             sampling=sampling,
         )
 

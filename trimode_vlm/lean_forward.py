@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from .attention import attend
 from .backbone import MLP, Attention, DecoderLayer, TextBackbone
 from .cache import KVCache
 from .patterns import Pattern
+
+if TYPE_CHECKING:
+    from .draft_adapter import Deltas
 
 # Up to this size of all q, k and v together, copying them into one matrix per layer costs less than the calls it saves.
 JOINED_BYTES = 2**24
@@ -57,12 +60,15 @@ class LeanForward:
         # Of each head in [q heads, k heads, v heads]: which row of the rotary table it takes.
         self.table_rows = torch.tensor([0] * H + [1] * G + [2] * G, device=backbone.norm.weight.device)
 
-    def __call__(self, x: Tensor, position_ids: Tensor, pattern: Pattern, cache: KVCache) -> Tensor:
-        """As TextBackbone.forward, for positions that are the cache's slots."""
+    def __call__(
+        self, x: Tensor, position_ids: Tensor, pattern: Pattern, cache: KVCache, adapter: Deltas | None = None
+    ) -> Tensor:
+        """As TextBackbone.forward, for positions within the cache's capacity."""
         B, T, _ = x.shape
         H, K = self.num_heads, self.head_dim
         offset, implementation = cache.offset, self.backbone.implementation
-        cos, sin = self._rotary(position_ids, offset, cache.capacity, x.dtype)
+        run = offset if isinstance(offset, int) and pattern.positions_are_slots else None
+        cos, sin = self._rotary(position_ids, run, cache.capacity, x.dtype)
         for index, layer in enumerate(self.layers):
             h = layer.input_norm(x)
             qkv = (
@@ -71,18 +77,25 @@ class LeanForward:
             qkv = qkv.view(B, T, -1, K)
             qkv = torch.addcmul(qkv * cos, qkv.roll(K // 2, -1), sin).transpose(1, 2)
             k, v = cache.append(index, qkv[:, H:], offset)
-            x = x + F.linear(attend(qkv[:, :H], k, v, pattern, implementation), layer.o)
+            heads = attend(qkv[:, :H], k, v, pattern, implementation)
+            x = x + F.linear(heads, layer.o)
+            if adapter is not None and (delta := adapter[index]) is not None:
+                x = x + delta(heads)
             h = layer.post_norm(x)
             x = x + F.linear(layer.act(F.linear(h, layer.gate)) * F.linear(h, layer.up), layer.down)
         return self.norm(x)
 
     def _rotary(
-        self, position_ids: Tensor, offset: int | Tensor, capacity: int, dtype: torch.dtype
+        self, position_ids: Tensor, run: int | None, capacity: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of every head, [1 or B, T, H + 2 G, K]. Values turn by nothing, so that one product does all."""
+        """cos and sin of every head, [1 or B, T, H + 2 G, K]. Values turn by nothing, so that one product does all.
+
+        Args:
+            run: the first position where all rows have the same T positions in a run, else None.
+        """
         table = self.backbone.rotary.table(capacity, dtype, position_ids.device)
-        if isinstance(offset, int):
-            rows = table.narrow(1, offset, position_ids.shape[1])[:, None]
+        if run is not None:
+            rows = table.narrow(1, run, position_ids.shape[1])[:, None]
         else:
             rows = table[:, position_ids]
         cos, sin = rows.index_select(-2, self.table_rows)

@@ -8,7 +8,7 @@ With a cache, key k is the slot k of the cache, and query q of row b stands in s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -38,6 +38,7 @@ class Pattern:
 
     `kind` is what a kernel may exploit: "full" (every query sees every key), "causal" (square and lower triangular),
     "dual" (see `dual_plan`) or "masked" (evaluate the predicate). It never changes the result.
+    `positions_are_slots`: behind a cache, whether each query's position is the slot that its key is written to.
     """
 
     predicate: Predicate
@@ -47,6 +48,7 @@ class Pattern:
     device: torch.device
     kind: Kind = "masked"
     metadata: DualMetadata | None = None
+    positions_are_slots: bool = True
 
     @cached_property
     def attn_mask(self) -> Tensor:
@@ -140,6 +142,18 @@ def dual_stream(position: Tensor, document: Tensor, block_start: Tensor, block_i
     return Pattern(predicate, batch, length, length, position.device, "dual", metadata)
 
 
+def causal_blocks(dual: Pattern) -> Pattern:
+    """A dual stream whose noisy tokens see of their block only what stands before them: how a verifier reads drafts."""
+    if dual.metadata is None:  # a batch without a noisy token
+        return dual
+    is_noisy = dual.metadata.is_noisy
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return dual.predicate(b, h, q, k) & (~is_noisy[b, k] | (k <= q))
+
+    return replace(dual, predicate=predicate, kind="masked", metadata=None)
+
+
 def dual_block_mask(metadata: DualMetadata, predicate: Predicate, tile: int = 128) -> Any:
     """The dual stream as a BlockMask, from the ranges of each tile's tokens: T x T is never evaluated.
 
@@ -187,13 +201,13 @@ def dual_block_mask(metadata: DualMetadata, predicate: Predicate, tile: int = 12
     )
 
 
-def quadratic(num_drafts: int, batch: int, device: torch.device, offset: int | Tensor = 0) -> Pattern:
-    """One forward that verifies and drafts (paper, appendix C): k rows of [d_i, mask x k] after a clean prefix.
+def quadratic(num_rows: int, num_masks: int, batch: int, device: torch.device, offset: int | Tensor = 0) -> Pattern:
+    """One forward that verifies and drafts (paper, appendix C): rows of [d_i, mask x num_masks] after a clean prefix.
 
     d_i sees the prefix and d_0..d_i. The masks of row i see the prefix, d_0..d_i and their own row, both ways.
-    Nothing sees another row's masks. Query index q = i * (k + 1) + column.
+    Nothing sees another row's masks. Query index q = i * (num_masks + 1) + column; its position is offset + i + column.
     """
-    width = num_drafts + 1
+    width = num_masks + 1
     start = offset if isinstance(offset, int) else offset.max()
 
     def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -202,7 +216,15 @@ def quadratic(num_drafts: int, batch: int, device: torch.device, offset: int | T
         row_q, row_k, is_mask_q, is_mask_k = q // width, slot // width, q % width > 0, slot % width > 0
         drafts = ~is_mask_k & (row_k <= row_q)
         own_row = is_mask_q & is_mask_k & (row_k == row_q)
-        return (slot < 0) | (slot >= 0) & (slot < num_drafts * width) & (drafts | own_row)
+        return (slot < 0) | (slot >= 0) & (slot < num_rows * width) & (drafts | own_row)
 
-    length = num_drafts * width
-    return Pattern(predicate, batch, length, int(start) + length, device)
+    length = num_rows * width
+    return Pattern(
+        predicate,
+        batch,
+        length,
+        int(start) + length,
+        device,
+        "full" if length == 1 and isinstance(offset, int) else "masked",
+        positions_are_slots=False,
+    )

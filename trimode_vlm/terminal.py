@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 without a question it is a conversation:
   /image FILE   attach a picture to the next question
-  /mode MODE    ar, diffusion or linear_spec
+  /mode MODE    ar, diffusion, linear_spec or quadratic_spec
   /clear        forget the conversation
   /help, /quit  (Ctrl-C stops an answer, Ctrl-D ends)
 """
@@ -40,6 +40,7 @@ MODE_OPTIONS: dict[str, tuple[str, ...]] = {
     "ar": (),
     "diffusion": ("block_length", "threshold"),
     "linear_spec": ("block_length",),
+    "quadratic_spec": ("block_length", "verifier_mix"),
 }
 SAMPLING_OPTIONS = ("top_p", "top_k")
 # As generation_config has it.
@@ -52,12 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("question", nargs="?", help="one question; without it, a conversation over stdin")
     add("--image", action="append", default=[], metavar="FILE", help="a picture; may be given several times")
     add("--model", default="nano", help="checkpoint folder or hub id (default: nano, which ships with the package)")
-    add("--mode", type=mode_name, help="ar, diffusion or linear_spec (default: linear_spec)")
+    add("--mode", type=mode_name, help="ar, diffusion, linear_spec or quadratic_spec (default: linear_spec)")
     add("--compare", action="store_true", help="answer in every mode and compare tokens, forwards and seconds")
     add("--system", metavar="TEXT", help="a system message")
     add("--max-new-tokens", type=int, default=1024, help="budget of an answer (default 1024)")
     add("--block-length", type=int, help="tokens per block or draft (default: the model's)")
     add("--threshold", type=float, help="confidence at which diffusion commits tokens together (default 0.9)")
+    mix_help = (
+        "below 1, quadratic_spec accepts by a mix with the diffusion's guess: no longer the text of ar (default 1)"
+    )
+    add("--verifier-mix", type=float, help=mix_help)
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-p", type=float, help="with --temperature: sample from the likeliest tokens of this total mass")
     add("--top-k", type=int, help="with --temperature: sample from this many likeliest tokens")
@@ -131,12 +136,13 @@ def check(args: argparse.Namespace, modes: Sequence[str]) -> None:
 def check_values(args: argparse.Namespace) -> None:
     """Raise UsageError for a number out of its range; nan is in none."""
     temperature, top_p, top_k = args.temperature, args.top_p, args.top_k
-    length, threshold = args.block_length, args.threshold
+    length, threshold, mix = args.block_length, args.threshold, args.verifier_mix
     ranges = (
         ("temperature", temperature, math.isfinite(temperature) and temperature >= 0, "be 0 or more, and finite"),
         ("top-p", top_p, top_p is None or 0 < top_p <= 1, "be above 0 and at most 1"),
         ("top-k", top_k, top_k is None or top_k >= 0, "be 0 or more"),
         ("threshold", threshold, threshold is None or 0 < threshold <= 1, "be above 0 and at most 1"),
+        ("verifier-mix", mix, mix is None or 0 < mix <= 1, "be above 0 and at most 1"),
         ("max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "be at least 1"),
         ("block-length", length, length is None or length >= 1, "be at least 1"),
         ("block-length", length, length is None or length <= MAX_BLOCK_LENGTH, f"be at most {MAX_BLOCK_LENGTH}"),
@@ -182,7 +188,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     options["do_sample"] = args.temperature > 0
     if args.temperature > 0:
         options["temperature"] = args.temperature
-    given = {name: getattr(args, name) for name in ("block_length", "threshold", *SAMPLING_OPTIONS)}
+    given = {name: getattr(args, name) for name in ("block_length", "threshold", "verifier_mix", *SAMPLING_OPTIONS)}
     return options | {name: value for name, value in given.items() if value is not None}
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 from .ar import decode_ar
 from .diffusion import decode_diffusion
 from .linear_spec import decode_linear_spec
+from .quadratic_spec import decode_quadratic_spec
 from .state import DecodeState, Settings, Step
 
-DECODERS = {"ar": decode_ar, "diffusion": decode_diffusion, "linear_spec": decode_linear_spec}
+DECODERS = {
+    "ar": decode_ar,
+    "diffusion": decode_diffusion,
+    "linear_spec": decode_linear_spec,
+    "quadratic_spec": decode_quadratic_spec,
+}
 
 # The decoding options that each mode uses beside those that all modes share.
 MODE_OPTIONS: dict[str, frozenset[str]] = {
     "ar": frozenset(),
     "diffusion": frozenset({"block_length", "threshold", "commit_rule", "entropy_bound"}),
     "linear_spec": frozenset({"block_length"}),
+    "quadratic_spec": frozenset({"block_length", "verifier_mix"}),
 }
 
 __all__ = ["DECODERS", "MODE_OPTIONS", "DecodeState", "Settings", "Step"]

@@ -30,7 +30,7 @@ def decode_linear_spec(state: DecodeState) -> Iterator[list[Step]]:
         draft_ids, draft_probs = _draft(state, seed) if drafting else (seed[:, None][:, :0], None)
         block = torch.cat((seed[:, None], draft_ids), 1)
         logits = state.process(state.commit(block), block)
-        num_accepted, seed = _verify(state, draft_ids, draft_probs, logits)
+        num_accepted, seed = verify(state, draft_ids, draft_probs, logits)
         state.cache.advance([n + 1 for n in num_accepted])
         accepted, bonus = draft_ids.tolist(), seed.tolist()
         yield [
@@ -46,11 +46,15 @@ def decode_linear_spec(state: DecodeState) -> Iterator[list[Step]]:
 
 
 def _draft(state: DecodeState, seed: Tensor) -> tuple[Tensor, Tensor | None]:
-    """One bidirectional forward of [seed, mask x (k - 1)]: ids [B, k - 1] and, sampling, what they were drawn from."""
-    params = state.settings.sampling
+    """One bidirectional forward of [seed, mask x (k - 1)], see `pick_drafts`."""
     canvas = seed.new_full((len(seed), state.settings.block_length), state.mask_token_id)
     canvas[:, 0] = seed
-    logits = state.propose(canvas)[:, 1:]
+    return pick_drafts(state, state.propose(canvas, state.adapter)[:, 1:])
+
+
+def pick_drafts(state: DecodeState, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Draft logits [B, k - 1, V] -> ids [B, k - 1] and, sampling, what they were drawn from."""
+    params = state.settings.sampling
     if not params.do_sample:
         return logits.argmax(-1), None
     draft_probs = probabilities(logits, params)
@@ -65,7 +69,7 @@ def _drafting_rows(state: DecodeState) -> list[int]:
     return [i for i, remaining in enumerate(state.remaining) if remaining > 1]
 
 
-def _verify(
+def verify(
     state: DecodeState, draft_ids: Tensor, draft_probs: Tensor | None, logits: Tensor
 ) -> tuple[list[int], Tensor]:
     """How many drafts each row accepts, and the token that follows them [B]."""

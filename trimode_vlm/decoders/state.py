@@ -1,18 +1,20 @@
-"""What all decoders share: the three primitives over a cache, and the rows that are still running."""
+"""What all decoders share: the four primitives over a cache, and the rows that are still running."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..cache import KVCache
+from ..draft_adapter import Delta, Deltas
 from ..lean_forward import LeanForward
 from ..model_inputs import positions
-from ..patterns import Pattern, block, causal
+from ..patterns import Pattern, block, causal, quadratic
 from ..sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ class Settings:
     threshold: float | None = 0.9
     commit_rule: str = "confidence"
     entropy_bound: float = 0.1
+    verifier_mix: float = 1.0
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
@@ -68,6 +71,7 @@ class DecodeState:
     banned: Tensor
     logits_hook: LogitsHook | None = None
     lean: LeanForward | None = None
+    adapter: Deltas | None = None
     finished: set[int] = field(default_factory=set)
     num_forwards: int = 0
 
@@ -86,19 +90,43 @@ class DecodeState:
         """One causal forward, its keys written behind the lengths: logits [B, T, V] of each next token."""
         return self._forward(ids_BT, causal(self.batch, ids_BT.shape[1], ids_BT.device, self.cache.offset))
 
-    def propose(self, ids_BT: Tensor) -> Tensor:
+    def propose(self, ids_BT: Tensor, adapter: Deltas | None = None) -> Tensor:
         """One bidirectional forward of a block over the prefix, not kept: logits [B, T, V] of each own token."""
-        return self._forward(ids_BT, block(self.batch, ids_BT.shape[1], ids_BT.device, self.cache.offset))
+        return self._forward(ids_BT, block(self.batch, ids_BT.shape[1], ids_BT.device, self.cache.offset), adapter)
 
-    def _forward(self, ids_BT: Tensor, pattern: Pattern) -> Tensor:
-        B, T = ids_BT.shape
-        self.num_forwards += 1
-        self.cache.reserve(max(self.cache.lengths) + T)
-        position_ids = positions(B, T, self.cache.offset, None, ids_BT.device)
-        embeds = self.model.encoder.embed_tokens(ids_BT)
-        hidden = self.model.hidden(embeds, position_ids, pattern, self.cache, self.lean)
+    def propose_from_each(self, ids_BR: Tensor, num_masks: int, adapter: Deltas | None = None) -> Tensor:
+        """One quadratic forward of R rows [id, mask x num_masks]: hidden states [B, R, num_masks + 1, D].
+
+        Column 0 is causal over the ids; the masks of row i continue the text after id i. The keys are written in this
+        order, so `cache.advance(counts, stride=num_masks + 1)` keeps those of the ids. An adapter acts on masks alone.
+        """
+        B, R = ids_BR.shape
+        device, offset = ids_BR.device, self.cache.offset
+        rows = ids_BR[..., None]
+        ids = torch.cat((rows, rows.new_full((B, R, num_masks), self.mask_token_id)), -1).flatten(1)
+        steps = (torch.arange(R, device=device)[:, None] + torch.arange(num_masks + 1, device=device)).flatten()
+        place = steps.expand(B, -1) + (offset if isinstance(offset, int) else offset[:, None])
+        if adapter is not None:
+            is_mask = (torch.arange(ids.shape[1], device=device) % (num_masks + 1) > 0)[:, None]
+            adapter = [delta and partial(_where, is_mask, delta) for delta in adapter]
+        hidden = self._hidden(ids, place, quadratic(R, num_masks, B, device, offset), adapter)
+        return hidden.unflatten(1, (R, num_masks + 1))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head, without the ids that no answer may hold: [..., D] -> [..., V]."""
         logits = self.model.diffusion_head(hidden)
         return logits.index_fill(-1, self.banned, float("-inf")) if self.banned.numel() else logits
+
+    def _forward(self, ids_BT: Tensor, pattern: Pattern, adapter: Deltas | None = None) -> Tensor:
+        B, T = ids_BT.shape
+        place = positions(B, T, self.cache.offset, None, ids_BT.device)
+        return self.logits(self._hidden(ids_BT, place, pattern, adapter))
+
+    def _hidden(self, ids_BT: Tensor, position_ids: Tensor, pattern: Pattern, adapter: Deltas | None = None) -> Tensor:
+        self.num_forwards += 1
+        self.cache.reserve(max(self.cache.lengths) + ids_BT.shape[1])
+        embeds = self.model.encoder.embed_tokens(ids_BT)
+        return self.model.hidden(embeds, position_ids, pattern, self.cache, self.lean, adapter)
 
     def process(self, logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
         """Apply the user's logits processors to causal logits; position t has seen ids_BT[:, : t + 1] after the row."""
@@ -123,3 +151,8 @@ class DecodeState:
         self.next_logits = self.next_logits[index]
         self.finished.clear()
         return index
+
+
+def _where(is_active: Tensor, delta: Delta, x_BTD: Tensor) -> Tensor:
+    """An adapter's delta at the active tokens [T, 1], nothing at the others."""
+    return delta(x_BTD) * is_active

@@ -1,0 +1,70 @@
+"""Quadratic self-speculation: one forward verifies a draft and drafts what follows each of its tokens.
+
+A row [d_i, mask x k] for each of the k tokens d_0..d_{k-1} of seed and draft; column 0 verifies as a causal forward
+would, the masks of row i draft after d_i. The row that acceptance ends in has the next draft ready, so a cycle is one
+forward of k (k + 1) tokens and gives 1..k tokens. Greedy output equals greedy AR; sampled output has AR's distribution.
+Source: Nemotron-Labs-Diffusion (arXiv 2607.05722), appendix C; accept rule: arXiv 2211.17192.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..sampling import pick
+from .linear_spec import pick_drafts, verify
+from .state import DecodeState, Step
+
+
+def decode_quadratic_spec(state: DecodeState) -> Iterator[list[Step]]:
+    """Yield the seed of the prefill, then per cycle the accepted drafts and the verifier's own next token.
+
+    The first cycle has no draft: it runs the seed's row alone, which gives a token as well as the first draft.
+    """
+    k, mix = state.settings.block_length, state.settings.verifier_mix
+    seed = pick(state.next_logits, state.settings.sampling, state.generators)
+    yield [Step(row=r, token_ids=[t], num_forwards=0) for r, t in zip(state.rows, seed.tolist(), strict=True)]
+    draft_logits = None
+    while True:
+        kept = state.drop_finished()
+        if kept is not None:
+            seed = seed[kept]
+            draft_logits = None if draft_logits is None else draft_logits[kept]
+        if not state.rows:
+            return
+        # A row that may emit one token more needs no draft; one forward then finishes it as AR would.
+        drafting = k > 1 and max(state.remaining) > 1
+        draft_ids, draft_probs = seed[:, None][:, :0], None
+        if drafting and draft_logits is not None:
+            draft_ids, draft_probs = pick_drafts(state, draft_logits)
+        block = torch.cat((seed[:, None], draft_ids), 1)
+        num_masks = k if drafting or mix < 1 else 0
+        hidden = state.propose_from_each(block, num_masks, state.adapter)
+        logits = state.process(_verifier_logits(state, hidden), block)
+        num_accepted, seed = verify(state, draft_ids, draft_probs, logits)
+        state.cache.advance([n + 1 for n in num_accepted], stride=num_masks + 1)
+        if drafting:
+            # The first mask's own guess gives way to the verifier's token, which is the next seed.
+            draft_logits = state.logits(hidden[range(state.batch), num_accepted, 2:])
+        accepted, bonus = draft_ids.tolist(), seed.tolist()
+        yield [
+            Step(
+                row=row,
+                token_ids=accepted[i][: num_accepted[i]] + [bonus[i]],
+                draft=accepted[i],
+                num_accepted=num_accepted[i],
+                num_forwards=1,
+            )
+            for i, row in enumerate(state.rows)
+        ]
+
+
+def _verifier_logits(state: DecodeState, hidden: Tensor) -> Tensor:
+    """Logits [B, R, V] of the token after each d_i; with verifier_mix < 1 of the mix of AR and first mask."""
+    mix = state.settings.verifier_mix
+    if mix == 1:
+        return state.logits(hidden[:, :, 0])
+    ar_probs, diffusion_probs = state.logits(hidden[:, :, :2]).float().softmax(-1).unbind(2)
+    return (mix * ar_probs + (1 - mix) * diffusion_probs).log()

@@ -1,9 +1,11 @@
 """What goes wrong around a resumed run: torn and stray folders, changed settings, rotation, the best checkpoint."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from test_finetune import FAST, chats, text_folder, write_rows  # noqa: F401 - fixtures
 from test_trainer import SAMPLES, SETTINGS, log_of, trainer, weights
 from training_cases import sample, tiny_model
@@ -132,3 +134,39 @@ def test_a_moved_folder_still_knows_its_best_checkpoint(tmp_path):
     again = with_evaluation(tmp_path / "b", steps=7)
     again._mend_state(saves.newest_checkpoint(tmp_path / "b"))
     assert again.state.best_model_checkpoint == first.state.best_model_checkpoint.replace("/a/", "/b/")
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    trainer(tmp_path, until=2).fit()
+    monkeypatch.setattr(saves, "save_file", full)
+    with pytest.raises(OSError, match=r"checkpoint-4 could not be written .*No space left"):
+        trainer(tmp_path, save_every=4).fit()
+    with pytest.warns(UserWarning, match="torn checkpoint checkpoint-4"):
+        assert saves.newest_checkpoint(tmp_path).name == "checkpoint-2"
+
+
+def test_an_evaluation_set_that_counts_twice_hides_no_other(tmp_path):
+    class Mixture:
+        """The first data set twice, then the second, as a mixture with weight 2 draws them in order."""
+
+        num_samples, batch_samples = 6, 2
+
+        def draw(self, step, rank, world):
+            drawn = [
+                sample(0),
+                sample(1),
+                replace(sample(0), epoch=1),
+                replace(sample(1), epoch=1),
+                sample(2),
+                sample(3),
+            ]
+            return drawn[2 * step + rank : 2 * step + 2 : world]
+
+    settings = TrainSettings(**{**SETTINGS, "eval_every": 1})
+    source = ListSource(SAMPLES, batch_samples=4)
+
+    t = TriModeTrainer(tiny_model(), source, settings, tmp_path, eval_source=Mixture())
+    assert t.evaluate()["eval_samples"] == 4

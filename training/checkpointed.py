@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -60,7 +61,10 @@ class CheckpointedTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(checkpoint, ignore_errors=True)  # a torn one, perhaps of another number of ranks
         distributed.wait()
-        super()._save_checkpoint(model, trial)
+        try:
+            super()._save_checkpoint(model, trial)
+        except SafetensorError as error:
+            raise OSError(f"{checkpoint} could not be written ({error}); is the disk full?") from None
         distributed.wait()
         if self.args.should_save:
             saves.write_run(checkpoint, settings=self.fingerprint, world=distributed.num_ranks(), name=self.name)

@@ -241,12 +241,15 @@ class TriModeTrainer(CheckpointedTrainer):
         model = self.model_wrapped
         model.eval()
         training, self._window = self._window, type(self._window)()
+        # One epoch; in a mixture whole steps may hold what is seen for the second time, so a known end is kept to.
+        num_samples = getattr(make.source, "num_samples", None)
+        end = None if num_samples is None else -(-num_samples // make.source.batch_samples)  # type: ignore[attr-defined]
         step = 0
-        while True:
+        while end is None or step < end:
             samples = make.source.draw(step, make.rank, make.world)
             batches = make.cut([sample for sample in samples if sample.epoch == 0], last_step)
             counts, tower_calls = self._agree(batches)
-            if not counts.num_sequences:
+            if end is None and not counts.num_sequences:
                 break
             sums = torch.zeros(4, dtype=torch.float64)
             for batch, runs in zip(_fill_up(batches, len(tower_calls)), tower_calls, strict=True):

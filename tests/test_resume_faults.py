@@ -170,3 +170,10 @@ def test_an_evaluation_set_that_counts_twice_hides_no_other(tmp_path):
 
     t = TriModeTrainer(tiny_model(), source, settings, tmp_path, eval_source=Mixture())
     assert t.evaluate()["eval_samples"] == 4
+
+
+def test_rotation_keeps_the_best_beside_the_newest(tmp_path):
+    for step in (1, 2, 3, 4, 10, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    saves.rotate(tmp_path / "checkpoint-10", 2, best="somewhere/else/checkpoint-2")
+    assert [path.name for path in saves.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-10"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ def use_cpu() -> bool:
 def start() -> PartialState:
     """Join the group that the launcher describes in the environment, if there is one; returns this process's place."""
     if use_cpu():
+        if torch.cuda.is_available():
+            num = torch.cuda.device_count()
+            warnings.warn(f"more ranks than the {num} GPUs of this machine: training on the CPU", stacklevel=2)
         # DeepSpeed, which accelerate imports, looks for an accelerator and warns on stdout that it found none.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return PartialState(cpu=use_cpu(), backend="gloo" if use_cpu() and launched() else None)

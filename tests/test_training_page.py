@@ -9,6 +9,7 @@ from conftest import REPOSITORY
 from PIL import Image
 from test_finetune import vlm_folder  # noqa: F401 - a fixture
 
+import trimode_vlm
 from trimode_vlm.cli import main
 from trimode_vlm.training.settings import read_yaml
 from trimode_vlm.training.train_settings import TrainSettings
@@ -40,7 +41,7 @@ def folder(tmp_path, vlm_folder, monkeypatch):  # noqa: F811
 
 def test_every_command_of_the_page_runs(folder, capsys):
     commands = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
-    assert len(commands) == 7
+    assert len(commands) == 8
     for name, *argv in commands:
         assert name == "trimode-vlm"
         assert main(argv) == 0, (argv, capsys.readouterr().err)
@@ -55,6 +56,8 @@ def test_every_command_of_the_page_runs(folder, capsys):
     for run in ("mine", "lora"):
         assert (folder / "runs" / run / "curves.png").is_file()
     assert (folder / "runs" / "lora" / "adapter" / "adapter_config.json").is_file()
+    drafting, _ = trimode_vlm.load(folder / "runs" / "mine" / "model", adapter="auto")
+    assert drafting.draft_adapter is not None
     answers = [json.loads(line) for line in (folder / "runs" / "mine" / "generations.jsonl").read_text().splitlines()]
     assert set(answers[-1]["totals"]) == {"ar", "diffusion", "linear_spec"}
 

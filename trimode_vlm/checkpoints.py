@@ -55,7 +55,7 @@ def load(
         device: where the weights go; None: the CPU.
         adapter: a PEFT folder with the draft adapter (a fine-tuned one goes into `path_or_id`), or "auto" for
             `linear_spec_lora/` beside the weights. It is checked and attached as `model.draft_adapter` (else None),
-            which drafts of `linear_spec` use.
+            which drafts of self-speculation use.
         quantize: "4bit" keeps the linear layers of the text decoder in 4 bits (bitsandbytes, on a CUDA device).
         mask_token_id: the mask of a model that has none; None: a spare special token (see spare_tokens).
         overrides: config fields to set, for example `vision_config` to give a language model a new tower.

@@ -61,14 +61,14 @@ def speed_of_light(
     Raises:
         ValueError: more than one row, or a model without a mask token.
     """
-    state = _start(model, inputs, block_length, max_new_tokens, end_token_ids)
+    state = start_state(model, inputs, block_length, max_new_tokens, end_token_ids)
     token_ids: list[int] = []
     blocks: list[SolBlock] = []
     replayed: list[bool] = []
     while True:
         start = (int(state.next_logits.argmax(-1)), *[state.mask_token_id] * (block_length - 1))
         search = BlockSearch(
-            _forward_over(state, probes),
+            forward_over(state, probes),
             start,
             mask_token_id=state.mask_token_id,
             end_token_ids=end_token_ids,
@@ -78,7 +78,7 @@ def speed_of_light(
         )
         block = search.run()
         blocks.append(block)
-        replayed.append(replay(_forward_over(state), start, block.commits)[: len(block.target)] == block.target)
+        replayed.append(replay(forward_over(state), start, block.commits)[: len(block.target)] == block.target)
         token_ids += block.target
         if len(token_ids) >= max_new_tokens or token_ids[-1] in end_token_ids:
             return SolAnswer(token_ids=token_ids, blocks=blocks, replayed=replayed)
@@ -97,7 +97,7 @@ def replay(forward: Forward, start: Canvas, commits: Sequence[Sequence[int]]) ->
     return canvas
 
 
-def _start(
+def start_state(
     model: TriModeVLM,
     inputs: dict[str, Any],
     block_length: int,
@@ -126,7 +126,7 @@ def _start(
     )
 
 
-def _forward_over(state: DecodeState, probes: int = 1) -> Forward:
+def forward_over(state: DecodeState, probes: int = 1) -> Forward:
     """Bidirectional forwards over the state's prefix: one canvas alone, several in batches of `probes` rows."""
     wide: KVCache | None = None
 

@@ -68,6 +68,20 @@ def test_self_speculation_equals_ar_on_300_held_out_prompts(nano):
         assert ar.total_tokens_per_forward == 1.0 < spec.total_tokens_per_forward
 
 
+def test_quadratic_self_speculation_equals_ar_in_fewer_forwards_than_linear(nano):
+    """Eight held-out answers, most of over 100 tokens, as one ragged batch."""
+    model, processor = nano
+    samples = [make_sample(("grid_json", "receipt_json")[i % 2], SEED + i) for i in range(8)]
+    inputs = encode(processor, samples)
+    ar = model.generate(**inputs, mode="ar")
+    linear, quadratic = (
+        model.generate(**inputs, mode=mode, block_length=8) for mode in ("linear_spec", "quadratic_spec")
+    )
+    assert torch.equal(ar.sequences, quadratic.sequences) and ar.num_new_tokens == quadratic.num_new_tokens
+    assert sum(ar.num_new_tokens) > 8 * 100
+    assert quadratic.total_tokens_per_forward > 1.3 * linear.total_tokens_per_forward
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_of_a_ragged_batch_are_what_they_are_alone(nano, mode):
     model, processor = nano

@@ -94,7 +94,7 @@ class TriModeGenerationMixin:
                 right padded.
             generation_config: read in place of the model's own; `options` override it (see TriModeGenerationConfig).
             streamer: a transformers streamer; drafts and canvases go to its `put_draft` where it has one.
-            logits_processor: applied to causal logits (ar, linear_spec). stopping_criteria: asked after every token.
+            logits_processor: applied to causal logits (not in diffusion). stopping_criteria: asked after every token.
             tokenizer: needed by stop_strings.
             cache: a conversation's cache from an earlier output; pass the whole conversation again.
             return_nfe: return (sequences, nfe) as the released model does, nfe in its own count.

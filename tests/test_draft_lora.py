@@ -215,7 +215,7 @@ def test_only_the_lora_has_gradients_and_learns() -> None:
     losses = []
     for _ in range(30):
         terms = model.train()(batch, *draws(batch, 0, 0))
-        losses.append(float((terms[0] + terms[1]) / terms[3]))
+        losses.append(float((terms[0] + terms[1]).detach() / terms[3]))
         optimizer.zero_grad()
         ((terms[0] + terms[1]) / terms[3]).backward()
         optimizer.step()

@@ -114,13 +114,15 @@ def run(settings: Any) -> int:
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     distributed.start()
+    file = Path(settings.out) / "settings.yaml"
     if distributed.rank() == 0:
-        file = Path(settings.out) / "settings.yaml"
-        file.write_text(resolved(settings), encoding="utf-8")
+        if not file.exists():  # a run that is there may yet refuse these settings
+            file.write_text(resolved(settings), encoding="utf-8")
         print(f"{chosen(settings)}(all settings: {file})\n", flush=True)
-    recipes = {"nano": nano_recipe.run, "draft_lora": draft_lora.run, "finetune": finetune.run}
+    recipes: dict[str, Any] = {"nano": nano_recipe.run, "draft_lora": draft_lora.run, "finetune": finetune.run}
     folder = recipes[settings.recipe](settings)
     if distributed.rank() == 0:
+        file.write_text(resolved(settings), encoding="utf-8")
         print(f"done: {folder}")
     distributed.stop()
     return 0

@@ -146,8 +146,8 @@ class DraftModel(nn.Module):
 
     def as_adapter(self, folder: Path = Path("")) -> DraftAdapter:
         """A copy of the present LoRA that a model can draft with."""
-        factors = {
-            NAME.format(number): (layer.lora_A.detach().clone(), layer.lora_B.detach().clone())
-            for number, layer in enumerate(self.lora)
-        }
+        factors: dict[str, tuple[Tensor, Tensor]] = {}
+        for number, layer in enumerate(self.lora):
+            assert isinstance(layer, LowRank)
+            factors[NAME.format(number)] = layer.lora_A.detach().clone(), layer.lora_B.detach().clone()
         return DraftAdapter(folder, self.rank, self.alpha / self.rank, factors)

@@ -322,8 +322,9 @@ def test_smoke_recipe_makes_a_model_folder_and_resumes(tmp_path, capsys):
         )
         assert torch.isfinite(model(**inputs).logits).all()
         answers = {mode: model.generate(**inputs, mode=mode, max_new_tokens=40).sequences for mode in DECODERS}
-        assert set(answers) == {"ar", "diffusion", "linear_spec"} and all(len(rows[0]) for rows in answers.values())
-        assert answers["ar"][0].tolist() == answers["linear_spec"][0].tolist()
+        assert all(len(rows[0]) for rows in answers.values())
+        for mode in ("linear_spec", "quadratic_spec"):
+            assert answers["ar"][0].tolist() == answers[mode][0].tolist()
         assert sum(f.stat().st_size for f in (tmp_path / folder).iterdir()) < 16e6
     vision, joint, control = (
         json.loads((tmp_path / name / "done.json").read_text()) for name in ("vision", "joint", "control")

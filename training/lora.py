@@ -134,7 +134,9 @@ def save_adapter(model: Any, folder: Path, base: str | Path, state_dict: Mapping
     had_card = card.exists()
     gathered = None if state_dict is None else dict(state_dict)
     model.save_pretrained(folder, state_dict=gathered, save_embedding_layers=False)
-    model.get_base_model().config.save_pretrained(folder)
+    base_model = model.get_base_model()
+    base_model.config.save_pretrained(folder)
+    base_model.generation_config.save_pretrained(folder)
     if not had_card:
         card.unlink(missing_ok=True)  # PEFT's template, full of gaps
 

@@ -23,7 +23,7 @@ COMMANDS = {
     "train": ("trimode_vlm.training.cli", "train a model from a recipe or a YAML file"),
     "inspect": ("trimode_vlm.training.inspect", "show a training sample as the model will see it"),
     "eval": ("trimode_vlm.eval.run", "score a model on tasks, in every mode"),
-    "bench": ("trimode_vlm.eval.bench", "measure decoding against its ceiling and transformers, and what a training step costs"),
+    "bench": ("trimode_vlm.eval.bench", "measure decoding beside its ceiling and transformers, and a training step"),
     "sol": ("trimode_vlm.eval.sol", "how few steps diffusion could take: an oracle, beside the real samplers"),
 }
 

@@ -94,7 +94,7 @@ class TriModeTrainer(CheckpointedTrainer):
                 self._deepspeed_config["checkpoint"] = {"load_universal": True}
             if changed and distributed.rank() == 0:
                 print(f"{self.name}: going on with changed settings: {'; '.join(changed)}", flush=True)
-        if self.first_step >= self.settings.steps:
+        if checkpoint is not None and self.first_step >= self.settings.steps:
             self._load_from_checkpoint(str(checkpoint))
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             self._mend_state(checkpoint)

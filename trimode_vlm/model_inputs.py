@@ -12,10 +12,9 @@ def positions(batch: int, length: int, offset: int | Tensor, valid: Tensor | Non
     """Position ids [B, T]: counted from the offset, and over real tokens only where padding is marked."""
     if valid is not None:
         return (valid.long().cumsum(-1) - 1).clamp(min=0) + offset
-    steps = torch.arange(length, device=device)[None]
     if isinstance(offset, int):
-        return (steps + offset).expand(batch, length)
-    return steps + offset[:, None]
+        return torch.arange(offset, offset + length, device=device).expand(batch, length)
+    return torch.arange(length, device=device) + offset[:, None]
 
 
 def image_token_counts(config: TriModeConfig, sizes: list[tuple[int, int]]) -> list[int]:

@@ -32,17 +32,7 @@ def decode_linear_spec(state: DecodeState) -> Iterator[list[Step]]:
         logits = state.process(state.commit(block), block)
         num_accepted, seed = verify(state, draft_ids, draft_probs, logits)
         state.cache.advance([n + 1 for n in num_accepted])
-        accepted, bonus = draft_ids.tolist(), seed.tolist()
-        yield [
-            Step(
-                row=row,
-                token_ids=accepted[i][: num_accepted[i]] + [bonus[i]],
-                draft=accepted[i],
-                num_accepted=num_accepted[i],
-                num_forwards=2 if drafting and state.remaining[i] > 1 else 1,
-            )
-            for i, row in enumerate(state.rows)
-        ]
+        yield cycle_steps(state, draft_ids, num_accepted, seed, 2 if drafting else 1)
 
 
 def _draft(state: DecodeState, seed: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -50,6 +40,26 @@ def _draft(state: DecodeState, seed: Tensor) -> tuple[Tensor, Tensor | None]:
     canvas = seed.new_full((len(seed), state.settings.block_length), state.mask_token_id)
     canvas[:, 0] = seed
     return pick_drafts(state, state.propose(canvas, state.adapter)[:, 1:])
+
+
+def cycle_steps(
+    state: DecodeState, draft_ids: Tensor, num_accepted: list[int], bonus: Tensor, num_forwards: int
+) -> list[Step]:
+    """What a cycle brought to each row: its accepted drafts and the verifier's own token.
+
+    A row that may emit one token more takes part in the verifying forward alone.
+    """
+    drafts, tokens = draft_ids.tolist(), bonus.tolist()
+    return [
+        Step(
+            row=row,
+            token_ids=drafts[i][: num_accepted[i]] + [tokens[i]],
+            draft=drafts[i],
+            num_accepted=num_accepted[i],
+            num_forwards=num_forwards if state.remaining[i] > 1 else 1,
+        )
+        for i, row in enumerate(state.rows)
+    ]
 
 
 def pick_drafts(state: DecodeState, logits: Tensor) -> tuple[Tensor, Tensor | None]:

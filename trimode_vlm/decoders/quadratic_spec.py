@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..sampling import pick
-from .linear_spec import pick_drafts, verify
+from .linear_spec import cycle_steps, pick_drafts, verify
 from .state import DecodeState, Step
 
 
@@ -48,17 +48,7 @@ def decode_quadratic_spec(state: DecodeState) -> Iterator[list[Step]]:
         if drafting:
             # The first mask's own guess gives way to the verifier's token, which is the next seed.
             draft_logits = state.logits(hidden[range(state.batch), num_accepted, 2:])
-        accepted, bonus = draft_ids.tolist(), seed.tolist()
-        yield [
-            Step(
-                row=row,
-                token_ids=accepted[i][: num_accepted[i]] + [bonus[i]],
-                draft=accepted[i],
-                num_accepted=num_accepted[i],
-                num_forwards=1,
-            )
-            for i, row in enumerate(state.rows)
-        ]
+        yield cycle_steps(state, draft_ids, num_accepted, seed, 1)
 
 
 def _verifier_logits(state: DecodeState, hidden: Tensor) -> Tensor:

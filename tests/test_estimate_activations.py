@@ -43,23 +43,14 @@ class Flash(torch.autograd.Function):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("training", list(TRAINING))
-def test_activations_are_what_autograd_keeps(training):
+KEPT = dict(TRAINING)
+KEPT |= {"-".join(map(str, stream.values())): {**stream, "train": ("text", "projector")} for stream in STREAMS}
+
+
+@pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
+def test_activations_are_what_autograd_keeps(options):
     """Within 1 %: left out are indices, counts and the weights of the loss terms."""
-    inputs, config = inputs_of(**LARGER, **TRAINING[training]), larger_config()
-    batch = batch_of(inputs)
-    inputs = measured_share(inputs, batch)
-    model = model_of(inputs, config)
-    with saved_tensors(model) as found:
-        loss_of(model, batch, inputs)
-    kept = activation_bytes(inputs, config)
-    del kept["at the peak"]
-    assert sum(kept.values()) == pytest.approx(sum(found.values()), rel=0.01)
-
-
-@pytest.mark.parametrize("stream", STREAMS, ids=lambda s: "-".join(map(str, s.values())))
-def test_activations_follow_the_noisy_stream(stream):
-    inputs, config = inputs_of(**LARGER, **stream, train=("text", "projector")), larger_config()
+    inputs, config = inputs_of(**LARGER, **options), larger_config()
     batch = batch_of(inputs)
     inputs = measured_share(inputs, batch)
     model = model_of(inputs, config)

@@ -44,7 +44,9 @@ class Flash(torch.autograd.Function):
 
 
 KEPT = dict(TRAINING)
-KEPT |= {"-".join(map(str, stream.values())): {**stream, "train": ("text", "projector")} for stream in STREAMS}
+KEPT |= {
+    "stream " + "-".join(map(str, stream.values())): {**stream, "train": ("text", "projector")} for stream in STREAMS
+}
 
 
 @pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)

@@ -158,7 +158,7 @@ def estimate(settings: Any, gpus: int) -> int:
         raise ValueError(f"--estimate is for fine-tuning, not for recipe {settings.recipe}")
     from trimode_vlm.checkpoints import open_processor
     from trimode_vlm.training.estimate import estimate_report
-    from trimode_vlm.training.finetune import estimate_inputs
+    from trimode_vlm.training.run_shapes import estimate_inputs
 
     config, processor = open_processor(settings.model, settings.mask_token_id)
     print(estimate_report(estimate_inputs(settings, config, processor, gpus), config, gpus))

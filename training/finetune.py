@@ -211,9 +211,9 @@ def export(trainer: TriModeTrainer, settings: FinetuneSettings) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         draft.replace(target)
         if settings.lora is not None and settings.merge:
-            target = convert(target, out / "model", overwrite=True)
+            convert(target, out / "model", overwrite=True)
     distributed.wait()
-    return out / "model" if (out / "model").is_dir() else target
+    return out / "model" if settings.lora is None or settings.merge else target
 
 
 def _run_files(folder: str, names: list[str]) -> list[str]:

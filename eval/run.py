@@ -17,7 +17,7 @@ from typing import Any
 
 from trimode_vlm.cli import UsageError, check_device, main, nearest, print_settings
 from trimode_vlm.eval import report, state
-from trimode_vlm.eval.metrics import METRICS
+from trimode_vlm.eval.metrics import score
 from trimode_vlm.eval.state import Key, Record
 from trimode_vlm.eval.tasks import EvalTask, Example, derangement, images_of, select, with_images
 from trimode_vlm.eval.tpf import DEFAULT_BUCKETS
@@ -175,7 +175,7 @@ def answer(model: Any, processor: Any, task: EvalTask, keys: Sequence[Key], sett
                 "seed": example.seed,
                 "prediction": prediction,
                 "gold": example.gold,
-                "score": METRICS[task.metric](prediction, example.gold),
+                "score": score(task.metric, prediction, example.gold).score,
                 "num_new_tokens": int(out.num_new_tokens[row]),
                 "nfe": int(out.nfe[row]),
                 "nfe_prefill": int(out.nfe_prefill[row]),

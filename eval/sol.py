@@ -12,7 +12,7 @@ from typing import Any
 
 from trimode_vlm.cli import UsageError, check_device, main, print_settings
 from trimode_vlm.eval import sol_report
-from trimode_vlm.eval.metrics import METRICS
+from trimode_vlm.eval.metrics import score
 from trimode_vlm.eval.sol_report import ORACLE, Record
 from trimode_vlm.eval.tasks import EvalTask, select
 
@@ -129,7 +129,7 @@ def measure(model: Any, processor: Any, tasks: Sequence[EvalTask], args: argpars
                     "id": index,
                     "block_length": block_length,
                     "sampler": name,
-                    "score": METRICS[task.metric](text, example.gold),
+                    "score": score(task.metric, text, example.gold).score,
                     "num_tokens": len(ids),
                     "equals_target": ids == target,
                     **counts,

@@ -150,7 +150,7 @@ def test_buckets_nest_and_split_strictly_above() -> None:
     ],
 )
 def test_exact_match_normalisation(prediction: str, gold: str, score: float) -> None:
-    assert exact_match(prediction, gold) == score
+    assert exact_match(prediction, gold).score == score
 
 
 def test_standard_error_of_the_mean() -> None:

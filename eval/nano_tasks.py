@@ -37,6 +37,6 @@ def _task(name: str, task: object) -> EvalTask:
         name=name,
         example=example,
         needs_image=needs_image,
-        num_examples=SAMPLES_PER_SEED,
+        num_rows=SAMPLES_PER_SEED,
         max_new_tokens=MAX_NEW_TOKENS,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Messages = list[dict[str, Any]]
@@ -13,28 +13,50 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One question: chat messages up to the user's turn (image parts hold the picture), and the right answer."""
+    """One question: chat messages up to the user's turn (image parts hold the picture), and the right answer.
+
+    gold: a JSON value, the answer or a list of accepted ones; the letter of a multiple-choice question.
+    category: what the report groups by. info: JSON values that the metric reads beside gold, such as `choices`.
+    """
 
     id: int
     messages: Messages
-    gold: str
+    gold: Any
     seed: int | None = None
+    category: str | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTask:
-    """A named set of examples; `example(index, seed)` is pure, so that any worker can make any of them at any time."""
+    """A named set of examples; `example(index, seed)` is pure, so that any worker can make any of them at any time.
+
+    num_rows: how many there are, or a function that opens the data to see; None: as many as asked for.
+    macro: the score is the mean over categories, not over samples.
+    """
 
     name: str
     example: Callable[[int, int], Example]
-    num_examples: int | None = None
+    num_rows: int | Callable[[], int] | None = None
     metric: str = "exact_match"
     needs_image: bool = True
     max_new_tokens: int = 1024
+    macro: bool = False
+
+    @property
+    def num_examples(self) -> int | None:
+        """How many examples there are; opens the data of a task that is read from a data set.
+
+        Raises:
+            ValueError: the data is not there, or cannot be read.
+        """
+        return self.num_rows() if callable(self.num_rows) else self.num_rows
 
 
-def select(names: Sequence[str]) -> list[EvalTask]:
+def select(names: Sequence[str], data: Mapping[str, str] = {}) -> list[EvalTask]:
     """The named tasks in the order given, groups expanded, each once.
+
+    data: task -> a local path or hub id to read instead of the task's own source.
 
     Raises:
         ValueError: an unknown name; names the nearest known one.

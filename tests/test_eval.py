@@ -31,8 +31,8 @@ def example(index: int, seed: int) -> Example:
 
 
 TASKS = {
-    "spell": EvalTask(name="spell", example=example, num_examples=50),
-    "recite": EvalTask(name="recite", example=example, num_examples=3, needs_image=False, max_new_tokens=7),
+    "spell": EvalTask(name="spell", example=example, num_rows=50),
+    "recite": EvalTask(name="recite", example=example, num_rows=3, needs_image=False, max_new_tokens=7),
 }
 
 

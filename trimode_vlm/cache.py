@@ -103,3 +103,12 @@ class KVCache:
         kept._set_buffer(self.kv.index_select(1, torch.tensor(rows, device=self.kv.device)))
         kept.lengths = [self.lengths[r] for r in rows]
         return kept
+
+    def join(self, other: KVCache) -> KVCache:
+        """A cache of this one's rows and the other's behind them (a copy)."""
+        capacity = max(self.capacity, other.capacity)
+        parts = [torch.nn.functional.pad(cache.kv, (0, 0, 0, capacity - cache.capacity)) for cache in (self, other)]
+        joined = object.__new__(KVCache)
+        joined._set_buffer(torch.cat(parts, 1))
+        joined.lengths = self.lengths + other.lengths
+        return joined

@@ -122,6 +122,17 @@ def block(batch: int, query_length: int, device: torch.device, offset: int | Ten
     return Pattern(ragged, batch, query_length, int(offset.max()) + query_length, device)
 
 
+def causal_or_block(is_causal_B: Tensor, query_length: int, device: torch.device, offset: int | Tensor = 0) -> Pattern:
+    """`causal` for the rows where `is_causal_B`, `block` for the others."""
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        begin = offset if isinstance(offset, int) else offset[b]
+        return (k <= begin + q) | (k < begin + query_length) & ~is_causal_B[b]
+
+    end = (offset if isinstance(offset, int) else int(offset.max())) + query_length
+    return Pattern(predicate, len(is_causal_B), query_length, end, device)
+
+
 def dual_stream(position: Tensor, document: Tensor, block_start: Tensor, block_id: Tensor, is_noisy: Tensor) -> Pattern:
     """Training pattern over [noisy | clean] tokens, decided by per-token metadata alone, each tensor [B, T].
 

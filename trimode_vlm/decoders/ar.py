@@ -10,16 +10,21 @@ from .state import DecodeState, Step
 
 def decode_ar(state: DecodeState) -> Iterator[list[Step]]:
     """Yield one token per row and round; the first comes from the prefill's logits and costs no forward."""
-    cost = 0
-    while state.rows:
+    num_new = state.batch
+    while True:
         token = pick(state.next_logits, state.settings.sampling, state.generators)
-        yield [Step(row=r, token_ids=[t], num_forwards=cost) for r, t in zip(state.rows, token.tolist(), strict=True)]
+        costs = [1] * (state.batch - num_new) + [0] * num_new
+        tokens = token.tolist()
+        yield [
+            Step(row=r, token_ids=[t], num_forwards=cost) for r, t, cost in zip(state.rows, tokens, costs, strict=True)
+        ]
         kept = state.drop_finished()
         if kept is not None:
             token = token[kept]
+        if state.rows:
+            logits = state.commit(token[:, None])
+            state.cache.advance([1] * state.batch)
+            state.next_logits = state.process(logits, token[:, None])[:, -1]
+        num_new = state.join()
         if not state.rows:
             return
-        logits = state.commit(token[:, None])
-        state.cache.advance([1] * state.batch)
-        state.next_logits = state.process(logits, token[:, None])[:, -1]
-        cost = 1

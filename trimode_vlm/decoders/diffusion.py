@@ -18,37 +18,83 @@ from .state import DecodeState, Settings, Step
 
 
 def decode_diffusion(state: DecodeState) -> Iterator[list[Step]]:
-    """Yield the committed tokens at the left edge of the block as they become final, with the whole canvas."""
-    k, mask_id = state.settings.block_length, state.mask_token_id
-    refreshes = 0
-    while state.rows:
-        seed = pick(state.next_logits, state.settings.sampling, state.generators)
-        canvas = torch.full((state.batch, k), mask_id, device=seed.device)
-        canvas[:, 0] = seed
-        masked = torch.ones_like(canvas, dtype=torch.bool)
-        masked[:, 0] = False
-        emitted = [0] * state.batch
-        cost = [refreshes] * state.batch
-        while True:
-            yield _emit(state, canvas, masked, emitted, cost)
-            kept = state.drop_finished()
-            if kept is not None:
-                canvas, masked = canvas[kept], masked[kept]
-                emitted = [emitted[i] for i in kept.tolist()]
-            if not masked.any():
-                break
-            cost = masked.any(-1).long().tolist()
-            logits = state.propose(canvas)
-            tokens = _pick_open_rows(state, logits, masked)
-            chosen = _choose(logits, tokens, masked, state.settings)
-            canvas = torch.where(chosen, tokens, canvas)
-            masked = masked & ~chosen
+    """Yield the committed tokens at the left edge of the block as they become final, with the whole canvas.
+
+    Every row is at its own place: one forward denoises the rows that have masks and reads the full blocks of the rest.
+    """
+    blocks = _Blocks(state.settings.block_length, state.mask_token_id, state.next_logits.device)
+    num_new = state.batch
+    while True:
+        if num_new:
+            blocks.add(state, num_new)
+            yield blocks.steps(state, first=state.batch - num_new, cost=0)
+        blocks.keep(state.drop_finished())
+        num_new = state.join()
+        if num_new:
+            continue
         if not state.rows:
             return
-        logits = state.commit(canvas)
-        state.cache.advance([k] * state.batch)
-        state.next_logits = state.process(logits, canvas)[:, -1]
-        refreshes = 1
+        is_full = ~blocks.masked.any(-1)
+        logits = state.propose_or_commit(blocks.canvas, is_full)
+        full = is_full.nonzero().squeeze(-1)
+        if len(full) < state.batch:
+            tokens = _pick_open_rows(state, logits, blocks.masked)
+            chosen = _choose(logits, tokens, blocks.masked, state.settings)
+            blocks.commit(tokens, chosen)
+        if len(full):
+            state.cache.advance((is_full.long() * blocks.block_length).tolist())
+            state.next_logits = state.next_logits.index_copy(0, full, logits[full, -1])
+            blocks.start(state, full)
+        yield blocks.steps(state, first=0, cost=1)
+
+
+class _Blocks:
+    """The block that each row is filling: `canvas` and `masked` [B, k], and how much of it has been emitted."""
+
+    def __init__(self, block_length: int, mask_token_id: int, device: torch.device) -> None:
+        self.block_length, self.mask_token_id = block_length, mask_token_id
+        self.canvas = torch.empty(0, block_length, dtype=torch.long, device=device)
+        self.masked = self.canvas.bool()
+        self.emitted: list[int] = []
+
+    def add(self, state: DecodeState, count: int) -> None:
+        """A first block for each of the last `count` rows."""
+        new = (count, self.block_length)
+        self.canvas = torch.cat((self.canvas, self.canvas.new_zeros(new)))
+        self.masked = torch.cat((self.masked, self.masked.new_zeros(new)))
+        self.emitted += [0] * count
+        self.start(state, torch.arange(state.batch - count, state.batch, device=self.canvas.device))
+
+    def start(self, state: DecodeState, index: Tensor) -> None:
+        """A new block for the rows at `index`: the token behind the last causal pass, then masks."""
+        generators = [state.generators[i] for i in index.tolist()]
+        self.canvas[index] = self.mask_token_id
+        self.canvas[index, 0] = pick(state.next_logits[index], state.settings.sampling, generators)
+        self.masked[index] = True
+        self.masked[index, 0] = False
+        for i in index.tolist():
+            self.emitted[i] = 0
+
+    def commit(self, tokens: Tensor, chosen: Tensor) -> None:
+        self.canvas = torch.where(chosen, tokens, self.canvas)
+        self.masked = self.masked & ~chosen
+
+    def keep(self, kept: Tensor | None) -> None:
+        """Follow `drop_finished`."""
+        if kept is not None:
+            self.canvas, self.masked = self.canvas[kept], self.masked[kept]
+            self.emitted = [self.emitted[i] for i in kept.tolist()]
+
+    def steps(self, state: DecodeState, first: int, cost: int) -> list[Step]:
+        """The Steps of the rows from `first` on: what is newly committed without a gap; moves `emitted` along."""
+        steps = []
+        run = (~self.masked).long().cumprod(-1).sum(-1).tolist()
+        for i in range(first, state.batch):
+            ids = self.canvas[i].tolist()
+            new = ids[self.emitted[i] : run[i]]
+            steps.append(Step(row=state.rows[i], token_ids=new, num_forwards=cost, canvas=ids))
+            self.emitted[i] = run[i]
+        return steps
 
 
 def _pick_open_rows(state: DecodeState, logits: Tensor, masked: Tensor) -> Tensor:
@@ -76,14 +122,3 @@ def _choose(logits: Tensor, tokens: Tensor, masked: Tensor, settings: Settings) 
     else:
         extra = score >= settings.threshold
     return (best | extra) & masked
-
-
-def _emit(state: DecodeState, canvas: Tensor, masked: Tensor, emitted: list[int], cost: list[int]) -> list[Step]:
-    """The Steps of a round: what is newly committed without a gap; moves `emitted` along."""
-    steps = []
-    run = (~masked).long().cumprod(-1).sum(-1).tolist()
-    for i, row in enumerate(state.rows):
-        ids = canvas[i].tolist()
-        steps.append(Step(row=row, token_ids=ids[emitted[i] : run[i]], num_forwards=cost[i], canvas=ids))
-        emitted[i] = run[i]
-    return steps

@@ -17,12 +17,17 @@ from .state import DecodeState, Step
 
 def decode_linear_spec(state: DecodeState) -> Iterator[list[Step]]:
     """Yield the seed of the prefill, then per cycle the accepted drafts and the verifier's own next token."""
-    seed = pick(state.next_logits, state.settings.sampling, state.generators)
-    yield [Step(row=r, token_ids=[t], num_forwards=0) for r, t in zip(state.rows, seed.tolist(), strict=True)]
+    seed, num_new = torch.empty(0, dtype=torch.long, device=state.next_logits.device), state.batch
     while True:
+        if num_new:
+            seed, steps = add_seeds(state, seed, num_new)
+            yield steps
         kept = state.drop_finished()
         if kept is not None:
             seed = seed[kept]
+        num_new = state.join()
+        if num_new:
+            continue
         if not state.rows:
             return
         # A row that may emit one token more needs no draft; one forward then finishes it as AR would.
@@ -33,6 +38,15 @@ def decode_linear_spec(state: DecodeState) -> Iterator[list[Step]]:
         num_accepted, seed = verify(state, draft_ids, draft_probs, logits)
         state.cache.advance([n + 1 for n in num_accepted])
         yield cycle_steps(state, draft_ids, num_accepted, seed, 2 if drafting else 1)
+
+
+def add_seeds(state: DecodeState, seed: Tensor, num_new: int) -> tuple[Tensor, list[Step]]:
+    """The seeds with those of the last `num_new` rows, which their prefill gave, and the Steps that emit the latter."""
+    new = pick(state.next_logits[-num_new:], state.settings.sampling, state.generators[-num_new:])
+    steps = [
+        Step(row=r, token_ids=[t], num_forwards=0) for r, t in zip(state.rows[-num_new:], new.tolist(), strict=True)
+    ]
+    return torch.cat((seed, new)), steps
 
 
 def _draft(state: DecodeState, seed: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..sampling import pick
-from .linear_spec import cycle_steps, pick_drafts, verify
+from .linear_spec import add_seeds, cycle_steps, pick_drafts, verify
 from .state import DecodeState, Step
 
 
@@ -24,14 +23,22 @@ def decode_quadratic_spec(state: DecodeState) -> Iterator[list[Step]]:
     The first cycle has no draft: it runs the seed's row alone, which gives a token as well as the first draft.
     """
     k, mix = state.settings.block_length, state.settings.verifier_mix
-    seed = pick(state.next_logits, state.settings.sampling, state.generators)
-    yield [Step(row=r, token_ids=[t], num_forwards=0) for r, t in zip(state.rows, seed.tolist(), strict=True)]
+    seed, num_new = torch.empty(0, dtype=torch.long, device=state.next_logits.device), state.batch
     draft_logits = None
     while True:
+        if num_new:
+            seed, steps = add_seeds(state, seed, num_new)
+            yield steps
         kept = state.drop_finished()
         if kept is not None:
             seed = seed[kept]
             draft_logits = None if draft_logits is None else draft_logits[kept]
+        num_new = state.join()
+        if num_new:
+            if draft_logits is not None:
+                # Newcomers have no draft yet: any guess will do, the verifier has the word.
+                draft_logits = torch.cat((draft_logits, draft_logits.new_zeros(num_new, *draft_logits.shape[1:])))
+            continue
         if not state.rows:
             return
         # A row that may emit one token more needs no draft; one forward then finishes it as AR would.

@@ -14,7 +14,7 @@ from ..cache import KVCache
 from ..draft_adapter import Delta, Deltas
 from ..lean_forward import LeanForward
 from ..model_inputs import positions
-from ..patterns import Pattern, block, causal, quadratic
+from ..patterns import Pattern, block, causal, causal_or_block, quadratic
 from ..sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class DecodeState:
     lean: LeanForward | None = None
     adapter: Deltas | None = None
     finished: set[int] = field(default_factory=set)
+    # Rows prefilled elsewhere that come in at the next border between rounds; see `join`.
+    joining: DecodeState | None = None
     num_forwards: int = 0
 
     @property
@@ -93,6 +95,14 @@ class DecodeState:
     def propose(self, ids_BT: Tensor, adapter: Deltas | None = None) -> Tensor:
         """One bidirectional forward of a block over the prefix, not kept: logits [B, T, V] of each own token."""
         return self._forward(ids_BT, block(self.batch, ids_BT.shape[1], ids_BT.device, self.cache.offset), adapter)
+
+    def propose_or_commit(self, ids_BT: Tensor, is_commit_B: Tensor) -> Tensor:
+        """One forward that is `commit` for the rows where `is_commit_B` and `propose` for the others."""
+        if is_commit_B.all():
+            return self.commit(ids_BT)
+        if not is_commit_B.any():
+            return self.propose(ids_BT)
+        return self._forward(ids_BT, causal_or_block(is_commit_B, ids_BT.shape[1], ids_BT.device, self.cache.offset))
 
     def propose_from_each(self, ids_BR: Tensor, num_masks: int, adapter: Deltas | None = None) -> Tensor:
         """One quadratic forward of R rows [id, mask x num_masks]: hidden states [B, R, num_masks + 1, D].
@@ -151,6 +161,18 @@ class DecodeState:
         self.next_logits = self.next_logits[index]
         self.finished.clear()
         return index
+
+    def join(self) -> int:
+        """Take in the rows that wait in `joining`, behind those that are here; return how many came."""
+        new, self.joining = self.joining, None
+        if new is None:
+            return 0
+        self.cache = self.cache.join(new.cache) if self.rows else new.cache
+        self.rows = self.rows + new.rows
+        self.generators = self.generators + new.generators
+        self.remaining = self.remaining + new.remaining
+        self.next_logits = torch.cat((self.next_logits, new.next_logits))
+        return new.batch
 
 
 def _where(is_active: Tensor, delta: Delta, x_BTD: Tensor) -> Tensor:

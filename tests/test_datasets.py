@@ -14,11 +14,11 @@ import pytest
 from data_cases import picture, png, write_jsonl
 from PIL import Image
 
-from trimode_vlm.training.bad_samples import BadSample
+from trimode_vlm.bad_samples import BadSample
+from trimode_vlm.json_rows import JsonRows
+from trimode_vlm.row_images import column_images
 from trimode_vlm.training.datasets import DataSettings, data_settings
-from trimode_vlm.training.json_rows import JsonRows
 from trimode_vlm.training.mixture import Mixture, StreamMember, TableMember, quotas, sample_id_bases
-from trimode_vlm.training.row_images import column_images
 from trimode_vlm.training.tables import open_table
 from trimode_vlm.vision.images import image_size, open_image
 

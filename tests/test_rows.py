@@ -16,7 +16,7 @@ from data_cases import picture, png
 from processor_cases import CHATML_THINKING, chatml_tokenizer, mistral_tokenizer, random_text
 
 from trimode_vlm import TriModeProcessor
-from trimode_vlm.training.bad_samples import BadSample
+from trimode_vlm.bad_samples import BadSample
 from trimode_vlm.training.datasets import DataSettings
 from trimode_vlm.training.row_encoding import RowEncoder
 from trimode_vlm.training.rows import read_row

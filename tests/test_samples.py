@@ -10,7 +10,7 @@ from data_cases import chat_row, picture, png, write_jsonl
 from torch.utils.data import DataLoader, Dataset
 from training_cases import noise_settings
 
-from trimode_vlm.training.bad_samples import BadSample
+from trimode_vlm.bad_samples import BadSample
 from trimode_vlm.training.collate import lay_out, micro_batches
 from trimode_vlm.training.datasets import DataSettings
 from trimode_vlm.training.mixture import StreamMember

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from trimode_vlm.training.bad_samples import BadSample
+from trimode_vlm.bad_samples import BadSample
 from trimode_vlm.training.datasets import DataSettings
 from trimode_vlm.training.mixture import Drawn
 from trimode_vlm.training.row_encoding import RowEncoder

@@ -9,11 +9,11 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
+from trimode_vlm.bad_samples import BadSample
 from trimode_vlm.control_tokens import Shield
 from trimode_vlm.image_tokens import expand_images, truncate
-from trimode_vlm.training.bad_samples import BadSample
+from trimode_vlm.row_images import fetched
 from trimode_vlm.training.datasets import DataSettings
-from trimode_vlm.training.row_images import fetched
 from trimode_vlm.training.rows import Example, read_row
 from trimode_vlm.vision.images import image_size
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimode_vlm.bad_samples import BadSample
 from trimode_vlm.chat_messages import Message, check_messages, text_of
-from trimode_vlm.training.bad_samples import BadSample
+from trimode_vlm.row_images import ImageFinder, column_images
 from trimode_vlm.training.datasets import DataSettings
-from trimode_vlm.training.row_images import ImageFinder, column_images
 
 # Names seen in public data sets of the LLaVA and ShareGPT families.
 ROLE_NAMES = {
@@ -72,7 +72,7 @@ def read_row(row: Any, settings: DataSettings, folder: Path) -> Example:
         messages, sources = check_messages(messages)
     except ValueError as error:
         raise BadSample(str(error), "format") from None
-    finder = ImageFinder(settings, folder)
+    finder = ImageFinder(folder, settings.images, allow_urls=settings.allow_urls)
     given = [finder.find(value) for value in column_images(columns.get("images"), columns.get("image"))]
     sources = [None if source is None else finder.find(source) for source in sources]
     searched = settings.image_placeholder if format_name == "conversations" or columns.has_images() else None

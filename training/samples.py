@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimode_vlm.training.bad_samples import ON_BAD_SAMPLE, BadSample
+from trimode_vlm.bad_samples import ON_BAD_SAMPLE, BadSample
 from trimode_vlm.training.data import Encoded
 from trimode_vlm.training.datasets import DataSettings
 from trimode_vlm.training.mixture import Drawn, Mixture, StreamMember, TableMember, quotas, sample_id_bases

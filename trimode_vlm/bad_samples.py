@@ -6,7 +6,7 @@ ON_BAD_SAMPLE = ("raise", "skip", "report")
 
 
 class BadSample(ValueError):
-    """A sample that cannot be trained on; `kind` groups it with others in a report."""
+    """A sample that cannot be used; `kind` groups it with others in a report."""
 
     # One required argument: DataLoader rebuilds a worker's exception from its message alone.
     def __init__(self, message: str, kind: str = "format") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trimode_vlm.training.bad_samples import BadSample
+from trimode_vlm.bad_samples import BadSample
 
 
 class JsonRows:

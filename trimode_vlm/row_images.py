@@ -8,8 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from trimode_vlm.training.bad_samples import BadSample
-from trimode_vlm.training.datasets import DataSettings
+from trimode_vlm.bad_samples import BadSample
 
 URL_TIMEOUT_SEC = 30
 MAX_URL_BYTES = 100 * 2**20
@@ -29,11 +28,14 @@ def _is_nothing(value: Any) -> bool:
 
 
 class ImageFinder:
-    """Resolves what a row calls an image to something that `vision.images.open_image` opens."""
+    """Resolves what a row calls an image to something that `vision.images.open_image` opens.
 
-    def __init__(self, settings: DataSettings, folder: Path) -> None:
-        self.allow_urls = settings.allow_urls
-        self.folders = [Path(settings.images)] if settings.images else [folder, folder / "images"]
+    folder: where the data lies. images: where relative paths start; None: `folder`, then `images` in it.
+    """
+
+    def __init__(self, folder: Path, images: str | None = None, *, allow_urls: bool = False) -> None:
+        self.allow_urls = allow_urls
+        self.folders = [Path(images)] if images else [folder, folder / "images"]
 
     def find(self, value: Any) -> Any:
         """Return `value` with paths made absolute or relative to the working folder.

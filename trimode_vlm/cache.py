@@ -97,11 +97,12 @@ class KVCache:
         pad = (0, 0, 0, max(capacity, self.capacity * 3 // 2) - self.capacity)
         self._set_buffer(torch.nn.functional.pad(self.kv, pad))
 
-    def select(self, rows: list[int]) -> KVCache:
-        """A cache of the given rows only (a copy)."""
+    def select(self, rows: list[int], length: int | None = None) -> KVCache:
+        """A cache of the given rows only (a copy), and of their first `length` slots only where that is given."""
         kept = object.__new__(KVCache)
-        kept._set_buffer(self.kv.index_select(1, torch.tensor(rows, device=self.kv.device)))
-        kept.lengths = [self.lengths[r] for r in rows]
+        buffer = self.kv if length is None else self.kv[:, :, :, :length]
+        kept._set_buffer(buffer.index_select(1, torch.tensor(rows, device=self.kv.device)))
+        kept.lengths = [self.lengths[r] if length is None else min(self.lengths[r], length) for r in rows]
         return kept
 
     def join(self, other: KVCache) -> KVCache:

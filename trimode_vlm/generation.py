@@ -20,6 +20,7 @@ from .prefill import Prompt, prefill, read_prompts
 
 if TYPE_CHECKING:
     from .model import TriModeVLM
+    from .serving_caches import FeatureCache
 
 
 @dataclass
@@ -93,6 +94,10 @@ class Row:
     def nfe(self) -> int:
         return self.nfe_decode + self.nfe_prefill
 
+    @property
+    def remaining(self) -> int:
+        return self.budget - len(self.token_ids)
+
 
 class Generation:
     """One request under way: iterate `events()`, then read `output()`."""
@@ -146,6 +151,19 @@ class Generation:
 
     @torch.inference_mode()
     def events(self) -> Iterator[StreamEvent]:
+        state = self.begin()
+        for steps in DECODERS[self.config.mode](state):
+            for i, step in enumerate(steps):
+                row = self.rows[step.row]
+                event = self.take(row, step)
+                state.remaining[i] = row.remaining
+                if row.finish_reason:
+                    state.finished.add(step.row)
+                if event.token_ids or event.canvas or event.finish_reason:
+                    yield event
+
+    def begin(self, features: FeatureCache | None = None) -> DecodeState:
+        """Prefill: the rows as a decoder takes them, or as an engine lets them join those that are running."""
         config, model = self.config, self.model
         # Without a seed the global generator gives one, so that calls differ and torch.manual_seed still rules them.
         base = int(torch.randint(2**62, ())) if config.seed is None else config.seed
@@ -155,7 +173,7 @@ class Generation:
             raise ValueError(f"mode {config.mode!r} needs a mask token; this model's config has no mask_token_id")
         room = max(row.budget for row in self.rows) + settings.block_length
         lean = lean_forward(model.encoder)
-        kv, logits = prefill(model, [r.prompt for r in self.rows], self.cache_in, room, lean)
+        kv, logits = prefill(model, [r.prompt for r in self.rows], self.cache_in, room, lean, features)
         for row in self.rows:
             row.nfe_prefill = 1
         banned_ids = model.config.banned_ids(config.end_token_ids)
@@ -179,17 +197,9 @@ class Generation:
         if self.processors:
             no_ids = torch.empty(0, dtype=torch.long, device=logits.device)
             state.next_logits = torch.stack([self._process(i, no_ids, x[None])[0] for i, x in enumerate(logits)])
-        for steps in DECODERS[config.mode](state):
-            for i, step in enumerate(steps):
-                row = self.rows[step.row]
-                event = self._take(row, step)
-                state.remaining[i] = row.budget - len(row.token_ids)
-                if row.finish_reason:
-                    state.finished.add(step.row)
-                if event.token_ids or event.canvas or event.finish_reason:
-                    yield event
+        return state
 
-    def _take(self, row: Row, step: Step) -> StreamEvent:
+    def take(self, row: Row, step: Step) -> StreamEvent:
         """Put a step's tokens behind the row's, up to its end; decide whether the row is finished."""
         row.nfe_decode += step.num_forwards
         first = len(row.token_ids)

@@ -18,6 +18,7 @@ from .vision.images import pad_pixels
 
 if TYPE_CHECKING:
     from .model import TriModeVLM
+    from .serving_caches import FeatureCache
 
 # Slots that a new cache has beyond its prompt at most; longer answers grow it (KVCache.reserve).
 FIRST_ROOM = 1024
@@ -105,6 +106,7 @@ def prefill(
     earlier: ConversationCache | None,
     room: int,
     lean: LeanForward | None = None,
+    features: FeatureCache | None = None,
 ) -> tuple[KVCache, Tensor]:
     """One causal forward of all prompts: the cache, and the logits [rows, V] behind each prompt's last token.
 
@@ -130,9 +132,8 @@ def prefill(
     embeds = model.encoder.embed_tokens(ids_BT)
     images = _new_images(model, prompts, held)
     if images:
-        sizes = torch.tensor([pixels.shape[-2:] for pixels in images])
-        features = torch.cat(model.encode_images(pad_pixels(images).to(device), sizes))
-        embeds = model.place(embeds, ids_BT, features.to(embeds.dtype))
+        placed = torch.cat(_encode(model, images, features))
+        embeds = model.place(embeds, ids_BT, placed.to(embeds.dtype))
     position_ids = positions(len(prompts), T, held, None, device)
     hidden = model.hidden(embeds, position_ids, causal(len(prompts), T, device, held), cache, lean)
     cache.advance(lengths.tolist())
@@ -148,10 +149,31 @@ def _reuse(model: TriModeVLM, prompt: Prompt, earlier: ConversationCache) -> int
     return held
 
 
-def _new_images(model: TriModeVLM, prompts: list[Prompt], held: int) -> list[Tensor]:
-    """The images whose tokens are not in the cache; a cached prefix never ends inside an image."""
+def _new_images(model: TriModeVLM, prompts: list[Prompt], held: int) -> list[tuple[Prompt, int]]:
+    """The images whose tokens are not in the cache, as (prompt, index); a cached prefix never ends inside an image."""
     images = []
     for prompt in prompts:
         spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
-        images += [pixels for (start, _), pixels in zip(spans, prompt.images, strict=True) if start >= held]
+        images += [(prompt, i) for i, (start, _) in enumerate(spans) if start >= held]
     return images
+
+
+def _encode(model: TriModeVLM, images: list[tuple[Prompt, int]], known: FeatureCache | None) -> list[Tensor]:
+    """Features [N, D] of each image, in order; with `known`, each picture that it does not hold once."""
+    if known is None:
+        return _features(model, [prompt.images[i] for prompt, i in images])
+    digests = [prompt.digests[i] for prompt, i in images]
+    new = {digest: prompt.images[i] for digest, (prompt, i) in zip(digests, images, strict=True)}
+    found = {digest: features for digest in new if (features := known.get(digest)) is not None}
+    missing = [digest for digest in new if digest not in found]
+    for digest, features in zip(missing, _features(model, [new[d] for d in missing]), strict=True):
+        found[digest] = features
+        known.put(digest, features)
+    return [found[digest] for digest in digests]
+
+
+def _features(model: TriModeVLM, images: list[Tensor]) -> list[Tensor]:
+    if not images:
+        return []
+    sizes = torch.tensor([pixels.shape[-2:] for pixels in images])
+    return model.encode_images(pad_pixels(images).to(model.device), sizes)

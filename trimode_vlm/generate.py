@@ -46,16 +46,18 @@ class TriModeGenerationMixin:
         """Nothing to prepare: generate() keeps its own cache. PEFT's wrappers for language models ask for it."""
         return {"input_ids": input_ids, **kwargs}
 
-    def _start(
+    def begin_generation(
         self,
         input_ids: Tensor,
-        generation_config: TriModeGenerationConfig | None,
-        cache: ConversationCache | None,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        tokenizer: Any,
-        options: dict[str, Any],
+        *,
+        generation_config: TriModeGenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        cache: ConversationCache | None = None,
+        **options: Any,
     ) -> Generation:
+        """generate()'s request, checked and not yet run: what an engine takes."""
         model = cast("TriModeVLM", self)
         tensors = {name: options.pop(name, None) for name in ("attention_mask", "pixel_values", "image_sizes")}
         base = generation_config or model.generation_config
@@ -105,7 +107,15 @@ class TriModeGenerationMixin:
         Raises:
             ValueError: an unknown mode or option, an option the mode does not use, a prompt beyond the positions.
         """
-        run = self._start(input_ids, generation_config, cache, logits_processor, stopping_criteria, tokenizer, options)
+        run = self.begin_generation(
+            input_ids,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            tokenizer=tokenizer,
+            cache=cache,
+            **options,
+        )
         if streamer is not None:
             if len(run.rows) > 1:
                 raise ValueError(f"a streamer takes one row; input_ids has {len(run.rows)}")
@@ -132,7 +142,15 @@ class TriModeGenerationMixin:
         **options: Any,
     ) -> Stream:
         """generate() as an iterator of StreamEvents; close() ends the forwards, output() has the statistics."""
-        run = self._start(input_ids, generation_config, cache, logits_processor, stopping_criteria, tokenizer, options)
+        run = self.begin_generation(
+            input_ids,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            tokenizer=tokenizer,
+            cache=cache,
+            **options,
+        )
         return Stream(run, input_ids)
 
     def ar_generate(self, prompt_ids: Tensor, **options: Any) -> tuple[Tensor, int]:

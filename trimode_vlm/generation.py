@@ -36,6 +36,7 @@ class TriModeGenerateOutput(ModelOutput):
         finish_reasons: "stop" (end token, stop string or criterion), "length", or None of a row that goes on (a stream
             that was closed).
         accepted_lengths: per cycle of self-speculation, the tokens that it gave.
+        block_lengths: the block length of each of these cycles; 1, in mode "auto", is a forward of AR.
         seconds: from the start of the call to the row's last token; total_seconds: of the whole call.
         total_nfe: calls of the backbone in the whole call; one call serves all rows of a batch.
         total_tokens_per_forward, total_tokens_per_forward_end_to_end: the two ratios pooled over rows, sum over sum.
@@ -50,6 +51,7 @@ class TriModeGenerateOutput(ModelOutput):
     num_new_tokens: list[int] | None = None
     finish_reasons: list[str | None] | None = None
     accepted_lengths: list[list[int]] | None = None
+    block_lengths: list[list[int]] | None = None
     seconds: list[float] | None = None
     total_seconds: float | None = None
     total_nfe: int | None = None
@@ -86,6 +88,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     nfe_decode: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
+    block_lengths: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     seconds: float = 0.0
     stopper: Any = None
@@ -169,7 +172,7 @@ class Generation:
         base = int(torch.randint(2**62, ())) if config.seed is None else config.seed
         generators = [torch.Generator(model.device).manual_seed((base + i) % 2**63) for i in range(len(self.rows))]
         settings = config.settings(model.config.block_length)
-        if config.mode != "ar" and model.config.mask_token_id is None:
+        if config.mode not in ("ar", "auto") and model.config.mask_token_id is None:
             raise ValueError(f"mode {config.mode!r} needs a mask token; this model's config has no mask_token_id")
         room = max(row.budget for row in self.rows) + settings.block_length
         lean = lean_forward(model.encoder)
@@ -215,6 +218,7 @@ class Generation:
         new = row.token_ids[first:]
         if step.draft is not None:
             row.accepted_lengths.append(len(new))
+            row.block_lengths.append(len(step.draft) + 1)
         return StreamEvent(
             row=step.row,
             token_ids=new,
@@ -252,7 +256,7 @@ class Generation:
             out.append(scores)
         return torch.stack(out)
 
-    def output(self, input_ids: Tensor) -> TriModeGenerateOutput:
+    def output(self, input_ids: Tensor, with_cache: bool = True) -> TriModeGenerateOutput:
         """What there is so far; before the first event, an answer without tokens."""
         rows = self.rows
         pad = self.config.pad_token_id
@@ -271,12 +275,13 @@ class Generation:
             num_new_tokens=[len(r.token_ids) for r in rows],
             finish_reasons=[r.finish_reason for r in rows],
             accepted_lengths=[r.accepted_lengths for r in rows],
+            block_lengths=[r.block_lengths for r in rows],
             seconds=[r.seconds for r in rows],
             total_seconds=time.perf_counter() - self.start,
             total_nfe=self.state.num_forwards + 1 if self.state else 0,
             total_tokens_per_forward=_ratio(rows, end_to_end=False),
             total_tokens_per_forward_end_to_end=_ratio(rows, end_to_end=True),
-            cache=self._conversation() if len(rows) == 1 else None,
+            cache=self._conversation() if with_cache and len(rows) == 1 else None,
         )
 
     def _conversation(self) -> ConversationCache | None:

@@ -26,6 +26,8 @@ class Settings:
     """One request's decoding parameters, checked and complete."""
 
     block_length: int = 32
+    # linear_spec: block_length is the most that the policy may choose, not what every cycle has.
+    adaptive: bool = False
     threshold: float | None = 0.9
     commit_rule: str = "confidence"
     entropy_bound: float = 0.1
@@ -74,7 +76,7 @@ class DecodeState:
     adapter: Deltas | None = None
     finished: set[int] = field(default_factory=set)
     # Rows prefilled elsewhere that come in at the next border between rounds; see `join`.
-    joining: DecodeState | None = None
+    joining: list[DecodeState] = field(default_factory=list)
     num_forwards: int = 0
 
     @property
@@ -164,15 +166,15 @@ class DecodeState:
 
     def join(self) -> int:
         """Take in the rows that wait in `joining`, behind those that are here; return how many came."""
-        new, self.joining = self.joining, None
-        if new is None:
-            return 0
-        self.cache = self.cache.join(new.cache) if self.rows else new.cache
-        self.rows = self.rows + new.rows
-        self.generators = self.generators + new.generators
-        self.remaining = self.remaining + new.remaining
-        self.next_logits = torch.cat((self.next_logits, new.next_logits))
-        return new.batch
+        before = self.batch
+        for new in self.joining:
+            self.cache = self.cache.join(new.cache) if self.rows else new.cache
+            self.rows = self.rows + new.rows
+            self.generators = self.generators + new.generators
+            self.remaining = self.remaining + new.remaining
+            self.next_logits = torch.cat((self.next_logits, new.next_logits))
+        self.joining.clear()
+        return self.batch - before
 
 
 def _where(is_active: Tensor, delta: Delta, x_BTD: Tensor) -> Tensor:

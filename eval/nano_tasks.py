@@ -12,6 +12,7 @@ from trimode_vlm.eval.tasks import EvalTask, Example
 SAMPLES_PER_SEED = 1_000_000
 # The longest right answer, a board of 8 x 8 as JSON, has about 420 tokens.
 MAX_NEW_TOKENS = 640
+DEFAULT_LIMIT = 500
 
 
 def tasks() -> dict[str, EvalTask]:
@@ -39,4 +40,5 @@ def _task(name: str, task: object) -> EvalTask:
         needs_image=needs_image,
         num_rows=SAMPLES_PER_SEED,
         max_new_tokens=MAX_NEW_TOKENS,
+        default_limit=DEFAULT_LIMIT,
     )

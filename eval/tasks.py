@@ -33,6 +33,8 @@ class EvalTask:
 
     num_rows: how many there are, or a function that opens the data to see; None: as many as asked for.
     macro: the score is the mean over categories, not over samples.
+    default_limit: how many to answer where no limit is given; None: all.
+    fingerprint: changes when the data does (sizes and times of its files, say); a resumed run then compares the rows.
     """
 
     name: str
@@ -42,6 +44,8 @@ class EvalTask:
     needs_image: bool = True
     max_new_tokens: int = 1024
     macro: bool = False
+    default_limit: int | None = None
+    fingerprint: Callable[[], str] | None = None
 
     @property
     def num_examples(self) -> int | None:

@@ -15,6 +15,8 @@ from .sampling import SamplingParams
 COMMIT_RULES = ("confidence", "entropy")
 # Every cycle runs whole blocks, so a slip of the finger here would run for minutes.
 MAX_BLOCK_LENGTH = 1024
+# The modes that take block_length="auto".
+ADAPTIVE_MODES = ("linear_spec", "auto")
 # Below, logits over temperature leave the range of float32.
 MIN_TEMPERATURE = 1e-3
 OUR_DEFAULTS: dict[str, Any] = {
@@ -52,8 +54,9 @@ class TriModeGenerationConfig(GenerationConfig):
     """A transformers GenerationConfig with the tri-mode options; lives in `generation_config.json`.
 
     Args:
-        mode: "ar", "diffusion", "linear_spec" or "quadratic_spec".
-        block_length: tokens per diffusion block or draft (None: the model's own).
+        mode: "ar", "diffusion", "linear_spec", "quadratic_spec" or "auto" (ar or linear_spec, whichever is faster now).
+        block_length: tokens per diffusion block or draft (None: the model's own); in mode "auto" the most that a draft
+            may have. "auto" in linear_spec: what pays best now, up to the model's own.
         threshold: diffusion commits every masked position at or above this probability; None: one token per forward.
         commit_rule: "confidence" or "entropy"; entropy_bound: nats that the entropy rule may commit at once.
         verifier_mix: quadratic_spec accepts by verifier_mix * p_AR + (1 - verifier_mix) * p_diffusion. Below 1 (the
@@ -62,7 +65,7 @@ class TriModeGenerationConfig(GenerationConfig):
     """
 
     mode: str
-    block_length: int | None
+    block_length: int | str | None
     threshold: float | None
     commit_rule: str
     entropy_bound: float
@@ -141,6 +144,8 @@ class TriModeGenerationConfig(GenerationConfig):
             ("seed", 0, None),
         ):
             value = getattr(self, name)
+            if name == "block_length" and value == "auto" and self.mode in ADAPTIVE_MODES:
+                continue
             if value is not None and (type(value) is not int or value < least or (most and value > most)):
                 limits = f"of at least {least}" + (f" and at most {most}" if most else "")
                 raise ValueError(f"{name} must be a whole number {limits}, got {value!r}")
@@ -176,8 +181,10 @@ class TriModeGenerationConfig(GenerationConfig):
             top_k=self.top_k or 0,
             top_p=1.0 if self.top_p is None else float(self.top_p),
         )
+        adaptive = self.block_length == "auto"
         return Settings(
-            block_length=self.block_length or default_block_length,
+            block_length=default_block_length if adaptive or not self.block_length else int(self.block_length),
+            adaptive=adaptive,
             threshold=self.threshold,
             commit_rule=self.commit_rule,
             entropy_bound=self.entropy_bound,

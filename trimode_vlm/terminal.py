@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 without a question it is a conversation:
   /image FILE   attach a picture to the next question
-  /mode MODE    ar, diffusion, linear_spec or quadratic_spec
+  /mode MODE    ar, diffusion, linear_spec, quadratic_spec or auto
   /clear        forget the conversation
   /help, /quit  (Ctrl-C stops an answer, Ctrl-D ends)
 """
@@ -41,6 +41,7 @@ MODE_OPTIONS: dict[str, tuple[str, ...]] = {
     "diffusion": ("block_length", "threshold"),
     "linear_spec": ("block_length",),
     "quadratic_spec": ("block_length", "verifier_mix"),
+    "auto": ("block_length",),
 }
 SAMPLING_OPTIONS = ("top_p", "top_k")
 # As generation_config has it.
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("question", nargs="?", help="one question; without it, a conversation over stdin")
     add("--image", action="append", default=[], metavar="FILE", help="a picture; may be given several times")
     add("--model", default="nano", help="checkpoint folder or hub id (default: nano, which ships with the package)")
-    add("--mode", type=mode_name, help="ar, diffusion, linear_spec or quadratic_spec (default: linear_spec)")
+    add("--mode", type=mode_name, help=f"{', '.join(MODE_OPTIONS)} (default: linear_spec)")
     add("--compare", action="store_true", help="answer in every mode and compare tokens, forwards and seconds")
     add("--system", metavar="TEXT", help="a system message")
     add("--max-new-tokens", type=int, default=1024, help="budget of an answer (default 1024)")

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .ar import decode_ar
+from .auto import decode_adaptive, decode_auto
 from .diffusion import decode_diffusion
 from .linear_spec import decode_linear_spec
 from .quadratic_spec import decode_quadratic_spec
 from .state import DecodeState, Settings, Step
 
+
+def decode_linear_spec_any(state: DecodeState) -> Iterator[list[Step]]:
+    """With block_length="auto" the policy sets the length of every draft, but always drafts."""
+    return decode_adaptive(state, shortest=2) if state.settings.adaptive else decode_linear_spec(state)
+
+
 DECODERS = {
     "ar": decode_ar,
     "diffusion": decode_diffusion,
-    "linear_spec": decode_linear_spec,
+    "linear_spec": decode_linear_spec_any,
     "quadratic_spec": decode_quadratic_spec,
+    "auto": decode_auto,
 }
 
 # The decoding options that each mode uses beside those that all modes share.
@@ -21,6 +31,7 @@ MODE_OPTIONS: dict[str, frozenset[str]] = {
     "diffusion": frozenset({"block_length", "threshold", "commit_rule", "entropy_bound"}),
     "linear_spec": frozenset({"block_length"}),
     "quadratic_spec": frozenset({"block_length", "verifier_mix"}),
+    "auto": frozenset({"block_length"}),
 }
 
 __all__ = ["DECODERS", "MODE_OPTIONS", "DecodeState", "Settings", "Step"]

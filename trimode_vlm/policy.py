@@ -1,0 +1,123 @@
+"""How long the next draft should be: the rule of `auto` mode, on numbers alone.
+
+A cycle of self-speculation with block length k over B rows costs two forwards of k tokens; block length 1 is AR, one
+forward of one token. If a token of the draft holds with probability a, given that all before it did, the cycle brings a
+row on average
+
+    E(a, k) = 1 + a + a^2 + ... + a^(k-1) = (1 - a^k) / (1 - a)
+
+tokens. The next cycle takes the k that maximises sum over rows of E(a_row, k) / cost(B, k): tokens per second. Costs are
+measured (calibration.py), a is estimated from what cycles brought. Whatever k is chosen, the text is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# What a row's earlier cycles count for after one more: the exponential average forgets in about ten cycles.
+ROW_DECAY = 0.9
+# The same of all rows together, over some fifty cycles; and in tokens, how much a row believes it before it has its own.
+SHARED_DECAY = 0.98
+SHARED_WEIGHT = 4.0
+# What is believed before anything was drafted. High enough that the first cycle drafts where drafts can pay at all.
+FIRST_RATE = 0.8
+# Of the time spent in AR cycles, what may be lost on drafts that ask whether drafts have become good.
+PROBE_SHARE = 0.02
+
+
+def expected_tokens(rate: float, block_length: int) -> float:
+    """Tokens that a cycle brings on average: sum of rate^j over j < block_length."""
+    if rate >= 1:
+        return float(block_length)
+    return (1 - rate**block_length) / (1 - rate)
+
+
+@dataclass
+class Acceptance:
+    """Draft tokens that held, and cycles that one ended which did not, both as exponential averages.
+
+    held / (held + failed) is the most likely rate. A block that held to its end has not failed: all that it says is "at
+    least so many", so it adds to `held` alone.
+    """
+
+    held: float = 0.0
+    failed: float = 0.0
+
+    def observe(self, tokens: int, block_length: int, decay: float) -> None:
+        """A cycle of `block_length` brought `tokens`; the end of an answer is a failure too, nothing follows it."""
+        self.held = decay * self.held + tokens - 1
+        self.failed = decay * self.failed + (tokens < block_length)
+
+
+class Policy:
+    """Chooses block lengths for one model on one machine; every request that it decodes teaches it.
+
+    Args:
+        cost: (rows, block length) -> seconds of one cycle.
+    """
+
+    def __init__(self, cost: Callable[[int, int], float]) -> None:
+        self.cost = cost
+        self.shared = Acceptance(FIRST_RATE * SHARED_WEIGHT, (1 - FIRST_RATE) * SHARED_WEIGHT)
+        self.probe_sec = 0.0
+        self._last: tuple[object, int, int | None] = (None, 1, None)
+
+    def rate(self, row: Acceptance) -> float:
+        """A row's chance that a draft token holds: its own cycles, and all rows' as SHARED_WEIGHT tokens more."""
+        held, failed = self.shared.held, self.shared.failed
+        prior = SHARED_WEIGHT * held / (held + failed)
+        return (row.held + prior) / (row.held + row.failed + SHARED_WEIGHT)
+
+    def observe(self, row: Acceptance, tokens: int, block_length: int) -> None:
+        """A cycle brought the row `tokens`, of at most `block_length`; AR cycles say nothing about drafts."""
+        if block_length > 1:
+            row.observe(tokens, block_length, ROW_DECAY)
+            self.shared.observe(tokens, block_length, SHARED_DECAY)
+
+    def tokens_per_sec(self, rates: Sequence[float], limits: Sequence[int], block_length: int) -> float:
+        """Expected tokens of all rows per second of a cycle; a row takes at most its limit."""
+        tokens = sum(expected_tokens(rate, min(block_length, limit)) for rate, limit in zip(rates, limits, strict=True))
+        return tokens / self.cost(len(rates), block_length)
+
+    def choose(self, rates: Sequence[float], limits: Sequence[int], longest: int, shortest: int = 1) -> int:
+        """The block length between `shortest` and `longest` that brings most tokens per second, of equals the least."""
+        return max(candidates(longest, shortest), key=lambda k: self.tokens_per_sec(rates, limits, k))
+
+    def next_block_length(
+        self, rows: Sequence[Acceptance], limits: Sequence[int], longest: int, shortest: int = 1
+    ) -> int:
+        """`choose` for the rows of a batch, and now and then a probe.
+
+        AR cycles learn nothing about drafts. Each pays PROBE_SHARE of its cost into `probe_sec`; once that covers what
+        a probe can lose, the probe is made. So probes lose at most PROBE_SHARE of the time that AR takes.
+        """
+        rates, limits = [self.rate(row) for row in rows], [min(limit, longest) for limit in limits]
+        # AR cycles change none of these: the choice is then the last one, and costs next to nothing.
+        key = rates, limits, longest, shortest
+        if self._last[0] != key:
+            best = self.choose(rates, limits, longest, shortest)
+            self._last = key, best, self.probe(limits, longest) if best == 1 else None
+        _, best, probe = self._last
+        if probe is None:
+            return best
+        ar_sec = self.cost(len(rows), 1)
+        loss_sec = self.cost(len(rows), probe) - ar_sec
+        self.probe_sec += PROBE_SHARE * ar_sec
+        if self.probe_sec < loss_sec:
+            return 1
+        self.probe_sec = 0.0
+        return probe
+
+    def probe(self, limits: Sequence[int], longest: int) -> int | None:
+        """The shortest draft that would beat AR if all of it held; None where drafting cannot pay."""
+        certain = [1.0] * len(limits)
+        ar = self.tokens_per_sec(certain, limits, 1)
+        pays = (k for k in candidates(longest, 2) if self.tokens_per_sec(certain, limits, k) > ar)
+        return next(pays, None)
+
+
+def candidates(longest: int, shortest: int = 1) -> list[int]:
+    """The block lengths to choose among: powers of two, and the longest allowed itself."""
+    powers = [2**i for i in range(longest.bit_length()) if shortest <= 2**i <= longest]
+    return powers if powers and powers[-1] == longest else [*powers, longest]

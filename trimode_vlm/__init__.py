@@ -8,6 +8,7 @@ An attention mask is True in row i, column j where token i attends to token j.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,9 @@ _HOME = {
     "TriModeVLM": "model",
     "load": "checkpoints",
 }
+
+# transformers imports torchao where it is installed, and torch then announces a change that no user can act on.
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant()" not in str(record.msg))
 
 _PACKAGE = Path(__file__).resolve().parent
 if not (_PACKAGE / "vision").is_dir():

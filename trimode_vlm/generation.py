@@ -190,7 +190,7 @@ class Generation:
             [r.budget for r in self.rows],
             settings,
             banned,
-            self._process if self.processors else None,
+            self.process if self.processors else None,
             lean,
             model.draft_adapter.deltas(model) if model.draft_adapter else None,
         )
@@ -199,7 +199,7 @@ class Generation:
         state.next_logits = logits
         if self.processors:
             no_ids = torch.empty(0, dtype=torch.long, device=logits.device)
-            state.next_logits = torch.stack([self._process(i, no_ids, x[None])[0] for i, x in enumerate(logits)])
+            state.next_logits = torch.stack([self.process(i, no_ids, x[None])[0] for i, x in enumerate(logits)])
         return state
 
     def take(self, row: Row, step: Step) -> StreamEvent:
@@ -242,7 +242,7 @@ class Generation:
             return any(bool(torch.as_tensor(rule(ids, None)).all()) for rule in self.criteria)
         return False
 
-    def _process(self, index: int, ids_T: Tensor, logits_TV: Tensor) -> Tensor:
+    def process(self, index: int, ids_T: Tensor, logits_TV: Tensor) -> Tensor:
         """The user's logits processors at each position of a causal forward, with all ids before it."""
         row = self.rows[index]
         # The block's first token is already in the row's ids, except at the prefill, where the block is empty.

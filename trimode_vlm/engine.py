@@ -1,0 +1,312 @@
+"""Many requests on one model: they join a running batch and leave it between steps; one thread owns the model.
+
+Rows that decode alike (mode, block length, sampling) run as one ragged batch; others take turns, a step each. A row's
+answer is that of the same request alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .admission import Admission, slots
+from .conversation import ConversationCache
+from .decoders import DECODERS, DecodeState, Step
+from .generation import Generation, Row, StreamEvent
+from .request import QueueFullError, Request, RequestError
+from .serving_caches import FeatureCache, PrefixCache
+
+if TYPE_CHECKING:
+    from .model import TriModeVLM
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Limits of an engine.
+
+    `kv_bytes`: keys and values of running rows; None is a quarter of the free memory. `max_rows`: rows decoding
+    together. `queue_limit`: requests that wait; more are refused.
+    """
+
+    max_rows: int = 32
+    queue_limit: int = 128
+    kv_bytes: int | None = None
+    prefix_cache_bytes: int = GIB // 2
+    feature_cache_bytes: int = GIB // 4
+
+
+@dataclass
+class _Group:
+    """Rows that decode alike. Row numbers are the engine's; `rows` leads from them to the request and its row."""
+
+    state: DecodeState
+    decoder: Iterator[list[Step]]
+    rows: dict[int, tuple[Request, int]]
+    slots: int  # of the longest row, as admission counts it
+
+    def process(self, number: int, ids_T: Tensor, logits_TV: Tensor) -> Tensor:
+        """Each row's own logits processors."""
+        request, i = self.rows[number]
+        return request.generation.process(i, ids_T, logits_TV)
+
+
+@dataclass
+class EngineStats:
+    """Sums since the start; what is running now is in `Engine.stats`."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    forwards: int = 0
+    prefill_forwards: int = 0
+    steps: int = 0
+
+
+class Engine:
+    """See the module. `submit` from any thread; `close` when done (or use it as a context manager).
+
+    Args:
+        on_finish: called in the engine's thread with every request that ended, however it ended.
+    """
+
+    def __init__(
+        self,
+        model: TriModeVLM,
+        processor: Any,
+        settings: EngineSettings | None = None,
+        on_finish: Callable[[Request], None] | None = None,
+    ) -> None:
+        self.model, self.processor = model, processor
+        self.settings = settings or EngineSettings()
+        self.on_finish = on_finish
+        self.totals = EngineStats()
+        self.features = FeatureCache(self.settings.feature_cache_bytes)
+        self.prefixes = PrefixCache(self.settings.prefix_cache_bytes, model.config.image_token_id)
+        self.admission = Admission(model, self.settings.max_rows, self.settings.kv_bytes)
+        self._waiting: deque[Request] = deque()
+        self._groups: dict[Hashable, _Group] = {}
+        self._next_row = 0
+        self._closing: str | None = None
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="trimode-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, inputs: dict[str, Any], *, timeout_sec: float | None = None, **options: Any) -> Request:
+        """Queue a request; returns at once.
+
+        Args:
+            inputs: one prompt as the processor gives it: input_ids, attention_mask, pixel_values, image_sizes.
+            timeout_sec: from now; the answer so far is kept then.
+            options: generate()'s, mode= included.
+
+        Raises:
+            ValueError: what generate() refuses, and a prompt with its budget that can never fit.
+            QueueFullError: `queue_limit` requests wait.
+            RequestError: the engine is closed.
+        """
+        if len(inputs["input_ids"]) != 1:
+            raise ValueError(f"a request is one prompt; input_ids has {len(inputs['input_ids'])} rows")
+        generation = self.model.begin_generation(**inputs, tokenizer=self.processor.tokenizer, **options)
+        deadline = None if timeout_sec is None else time.perf_counter() + timeout_sec
+        request = Request(generation, inputs["input_ids"], self.processor.tokenizer, deadline)
+        self.admission.check(generation)
+        with self._wake:
+            if self._closing:
+                raise RequestError(self._closing)
+            if len(self._waiting) >= self.settings.queue_limit:
+                raise QueueFullError(f"{len(self._waiting)} requests wait already; try again later")
+            self._waiting.append(request)
+            self._wake.notify()
+        return request
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and sums, ready for JSON."""
+        groups = list(self._groups.values())
+        return {
+            "waiting": len(self._waiting),
+            "running": sum(len(g.rows) for g in groups),
+            "kv_bytes": sum(g.state.cache.kv.nbytes for g in groups),
+            "kv_bytes_limit": self.admission.kv_bytes,
+            "finished": dict(self.totals.finished),
+            "tokens": self.totals.tokens,
+            "forwards": self.totals.forwards,
+            "prefill_forwards": self.totals.prefill_forwards,
+            "steps": self.totals.steps,
+            "prefix_cache_bytes": self.prefixes.held_bytes,
+            "prefix_hit_tokens": self.prefixes.hit_tokens,
+            "prefix_miss_tokens": self.prefixes.miss_tokens,
+            "feature_cache_bytes": self.features.held_bytes,
+            "image_hits": self.features.hits,
+            "image_misses": self.features.misses,
+        }
+
+    def close(self, drain: bool = False) -> None:
+        """End the thread. With `drain`, requests that run or wait are answered first; without, they fail."""
+        with self._wake:
+            self._closing = "the engine is shutting down"
+            if not drain:
+                for request in [*self._waiting, *self._running()]:
+                    request.error = RequestError(self._closing)
+                    request.cancel()
+            self._wake.notify()
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._wake:
+                    while not (self._waiting or self._groups or self._closing):
+                        self._wake.wait()
+                    if self._closing and not (self._waiting or self._groups):
+                        return
+                self._admit()
+                for key, group in list(self._groups.items()):
+                    self._step(key, group)
+
+    def _admit(self) -> None:
+        """Prefill waiting requests, first come first served, while rows and memory are free."""
+        while self._waiting:
+            request = self._waiting[0]
+            if _expired(request) is None and not self._fits(request):
+                return
+            with self._wake:
+                self._waiting.popleft()
+            if _expired(request) is not None:
+                self._end_rows(request, range(len(request.generation.rows)))
+                continue
+            try:
+                self._start(request)
+            except Exception as error:  # one request's fault, or its memory: the others go on
+                self._finish(request, error)
+
+    def _fits(self, request: Request) -> bool:
+        running = {key: (len(group.rows), group.slots) for key, group in self._groups.items()}
+        return self.admission.fits(request.generation, _key(request.generation), running)
+
+    def _start(self, request: Request) -> None:
+        generation = request.generation
+        generation.cache_in = self.prefixes.find(generation.rows[0].prompt)
+        state = generation.begin(self.features)
+        self.totals.forwards += 1
+        self.totals.prefill_forwards += 1
+        first, self._next_row = self._next_row, self._next_row + state.batch
+        state.rows = [first + i for i in state.rows]
+        rows = {first + i: (request, i) for i in range(state.batch)}
+        key, length = _key(generation), slots(generation)
+        group = self._groups.get(key)
+        if group is None:
+            self._groups[key] = group = _Group(state, DECODERS[request.mode](state), rows, length)
+            if generation.processors:
+                state.logits_hook = group.process
+        else:
+            group.state.joining.append(state)
+            group.rows |= rows
+            group.slots = max(group.slots, length)
+
+    def _step(self, key: Hashable, group: _Group) -> None:
+        """One round of a group: what it brought goes to the requests."""
+        for number, (request, i) in list(group.rows.items()):
+            if _expired(request) is not None and number in group.state.rows:
+                self._remember(group, number, request.generation.rows[i])
+                self._leave(group, number)
+                self._end_rows(request, [i])
+        forwards = group.state.num_forwards
+        try:
+            steps = next(group.decoder, None)
+            if steps is None:
+                del self._groups[key]
+                return
+            for step in steps:
+                self._take(group, step)
+        except Exception as error:  # a fault of the batch, such as memory: its requests end, the engine goes on
+            del self._groups[key]
+            for request in {id(r): r for r, _ in group.rows.values()}.values():
+                self._finish(request, error)
+        self.totals.steps += 1
+        self.totals.forwards += group.state.num_forwards - forwards
+
+    def _take(self, group: _Group, step: Step) -> None:
+        if step.row not in group.rows:
+            return  # it was to end before its first step
+        request, i = group.rows[step.row]
+        row = request.generation.rows[i]
+        event = request.generation.take(row, replace(step, row=i))
+        self.totals.tokens += len(event.token_ids)
+        group.state.remaining[group.state.rows.index(step.row)] = row.remaining
+        if event.token_ids or event.canvas or event.finish_reason:
+            request.put(event)
+        if row.finish_reason:
+            self._remember(group, step.row, row)
+            self._leave(group, step.row)
+            self._finish_if_done(request)
+
+    def _leave(self, group: _Group, number: int) -> None:
+        group.state.finished.add(number)
+        del group.rows[number]
+
+    def _remember(self, group: _Group, number: int, row: Row) -> None:
+        """Keep a row's keys for whoever continues the conversation."""
+        index = group.state.rows.index(number)
+        known = row.prompt.token_ids + row.token_ids
+        length = min(group.state.cache.lengths[index], len(known))
+        kv = group.state.cache.select([index], length)
+        self.prefixes.put(ConversationCache(kv, known[:length], row.prompt.digests))
+
+    def _end_rows(self, request: Request, indices: Iterable[int]) -> None:
+        """Close rows that were cancelled or ran out of time, with what they have."""
+        for i in indices:
+            row = request.generation.rows[i]
+            row.finish_reason = _expired(request)
+            row.seconds = time.perf_counter() - request.generation.start
+            request.put(
+                StreamEvent(
+                    row=i, token_ids=[], num_forwards=row.nfe, seconds=row.seconds, finish_reason=row.finish_reason
+                )
+            )
+        self._finish_if_done(request)
+
+    def _finish_if_done(self, request: Request) -> None:
+        if all(row.finish_reason for row in request.generation.rows):
+            self._finish(request, request.error)
+
+    def _finish(self, request: Request, error: BaseException | None) -> None:
+        reason = "error" if error is not None else str(request.generation.rows[0].finish_reason)
+        self.totals.finished[reason] += 1
+        request.finish(error)
+        if self.on_finish is not None:
+            self.on_finish(request)
+
+    def _running(self) -> list[Request]:
+        return [request for group in list(self._groups.values()) for request, _ in list(group.rows.values())]
+
+
+def _expired(request: Request) -> str | None:
+    """Why a request must end now, or None."""
+    if request.is_cancelled:
+        return "cancelled"
+    if request.deadline is not None and time.perf_counter() > request.deadline:
+        return "timeout"
+    return None
+
+
+def _key(generation: Generation) -> Hashable:
+    """What rows must share to decode as one batch."""
+    config = generation.config
+    settings = config.settings(generation.model.config.block_length)
+    return config.mode, settings, config.end_token_ids, bool(generation.processors)

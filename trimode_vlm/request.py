@@ -1,0 +1,125 @@
+"""One request to the engine, as its caller sees it: events as they come, cancel, the result."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .detokenizer import IncrementalDetokenizer
+from .generation import Generation, StreamEvent, TriModeGenerateOutput
+
+
+class RequestError(RuntimeError):
+    """The engine could not go on with a request; the message says why."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait already: try again later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEvent:
+    """A row's progress as text. `text` is what became certain with this event; the rest is the StreamEvent's."""
+
+    row: int
+    text: str
+    event: StreamEvent
+
+
+class Request:
+    """A request under way. Iterate it (or `async for` over `events()`) for TextEvents; `result()` waits for the end.
+
+    Only one consumer reads the events. Finish reasons are generate()'s, and "cancelled" and "timeout".
+    """
+
+    def __init__(self, generation: Generation, input_ids: Any, tokenizer: Any, deadline: float | None) -> None:
+        self.generation, self.deadline = generation, deadline
+        self.submitted = time.perf_counter()
+        self.error: BaseException | None = None
+        self.texts = [""] * len(generation.rows)
+        self._input_ids = input_ids
+        self._cancelled = threading.Event()
+        self._done = threading.Event()
+        self._events: queue.SimpleQueue[StreamEvent | None] = queue.SimpleQueue()
+        self._detokenizers = [
+            IncrementalDetokenizer(tokenizer, stop_strings=generation.config.stop_strings) for _ in generation.rows
+        ]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.generation.rows[0].prompt.token_ids)
+
+    @property
+    def mode(self) -> str:
+        return self.generation.config.mode
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ask for the end; forwards for this request cease at the next border between steps. From any thread."""
+        self._cancelled.set()
+
+    def __iter__(self) -> Iterator[TextEvent]:
+        """Events until the request ends.
+
+        Raises:
+            RequestError: the engine failed or closed.
+        """
+        while (event := self._events.get()) is not None:
+            yield self._as_text(event)
+        if self.error is not None:
+            raise RequestError(str(self.error)) from self.error
+
+    async def events(self) -> AsyncIterator[TextEvent]:
+        """The same for asyncio; a consumer that goes away cancels the request."""
+        import asyncio
+
+        try:
+            while (event := await asyncio.to_thread(self._events.get)) is not None:
+                yield self._as_text(event)
+        finally:
+            self.cancel()
+        if self.error is not None:
+            raise RequestError(str(self.error)) from self.error
+
+    def result(self) -> TriModeGenerateOutput:
+        """Wait for the end, taking all events; `texts` then holds the answers.
+
+        Raises:
+            RequestError: the engine failed or closed.
+        """
+        for _ in self:
+            pass
+        return self.output()
+
+    def output(self) -> TriModeGenerateOutput:
+        """generate()'s output, as far as the answer has come; without the conversation's cache, which is shared."""
+        return self.generation.output(self._input_ids, with_cache=False)
+
+    def _as_text(self, event: StreamEvent) -> TextEvent:
+        detokenizer = self._detokenizers[event.row]
+        text = detokenizer.put(event.token_ids)
+        if event.finish_reason is not None:
+            text += detokenizer.end()
+        self.texts[event.row] += text
+        return TextEvent(row=event.row, text=text, event=event)
+
+    # The engine's side.
+
+    def put(self, event: StreamEvent) -> None:
+        self._events.put(event)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._done.set()
+        self._events.put(None)

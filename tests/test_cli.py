@@ -309,7 +309,9 @@ def test_one_shot_prints_the_answer_alone(chat: Any, chat_model: Any, processor:
     assert code == 0 and out == processor.decode(ids, skip_special_tokens=True) + "\n"
     settings, summary = err.splitlines()
     assert settings.startswith("settings: {")
-    assert summary.startswith(f"{mode}: {expected.num_new_tokens[0]} tokens in {expected.nfe[0]} forwards")
+    # How many forwards auto takes hangs on what they cost and on the requests before.
+    forwards = "" if mode == "auto" else f" in {expected.nfe[0]} forwards"
+    assert summary.startswith(f"{mode}: {expected.num_new_tokens[0]} tokens{forwards}")
 
 
 def test_text_only_and_sampling_with_a_seed(chat: Any) -> None:
@@ -323,7 +325,7 @@ def test_compare_prints_each_answer_and_a_table(chat: Any, picture: str) -> None
     table = out[out.index("mode  ") :].splitlines()
     assert code == 0 and "linear_spec: the same text" in out and out.startswith("ar:\n")
     assert [line.split()[0] for line in table[2:]] == list(MODE_OPTIONS)
-    assert [line.split()[1] for line in table[2:]] == ["12"] * 4
+    assert [line.split()[1] for line in table[2:]] == ["12"] * len(MODE_OPTIONS)
     assert table[2].split()[3:5] == ["1.00", "1.00"] and all(line.endswith(" yes") for line in table[4:])
     assert len({len(line) for line in table[1:] if line.endswith(("-", "yes"))}) == 1
 

@@ -1,7 +1,7 @@
 """What a forward costs on this machine, by rows and tokens per row: measured at first use, kept in the cache folder.
 
-Measured with PREFIX_TOKENS in the cache, cycles as `auto` decodes them; far longer contexts make long blocks dearer than
-this table says. The kept file is only read back for the same config, versions, device and thread count.
+Measured with PREFIX_TOKENS in the cache, in cycles as `auto` decodes them; far longer contexts make long blocks dearer
+than this says. What was kept is read back for the same config, versions, device and number of threads only.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def cpu_name() -> str:
 
 
 def cache_file(fingerprint: dict[str, Any]) -> Path | None:
-    """Where these costs are kept: $TRIMODE_VLM_CACHE, else trimode-vlm/ in the user's cache folder; None without one."""
+    """Where these costs are kept: in $TRIMODE_VLM_CACHE, else in the user's cache folder; None where there is none."""
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

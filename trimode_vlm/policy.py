@@ -6,8 +6,8 @@ row on average
 
     E(a, k) = 1 + a + a^2 + ... + a^(k-1) = (1 - a^k) / (1 - a)
 
-tokens. The next cycle takes the k that maximises sum over rows of E(a_row, k) / cost(B, k): tokens per second. Costs are
-measured (calibration.py), a is estimated from what cycles brought. Whatever k is chosen, the text is the same.
+tokens. The next cycle takes the k that maximises sum over rows of E(a_row, k) / cost(B, k): tokens per second. Costs
+are measured (calibration.py), a is estimated from what cycles brought. Whatever k is chosen, the text is the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 # What a row's earlier cycles count for after one more: the exponential average forgets in about ten cycles.
 ROW_DECAY = 0.9
-# The same of all rows together, over some fifty cycles; and in tokens, how much a row believes it before it has its own.
+# The same of all rows together, over some fifty cycles; and how many tokens of its own outweigh it for a row.
 SHARED_DECAY = 0.98
 SHARED_WEIGHT = 4.0
 # What is believed before anything was drafted. High enough that the first cycle drafts where drafts can pay at all.

@@ -26,12 +26,14 @@ def decode_auto(state: DecodeState) -> Iterator[list[Step]]:
 def decode_adaptive(state: DecodeState, shortest: int) -> Iterator[list[Step]]:
     """Self-speculation with block lengths from `shortest` to the settings' by the policy of the model."""
     longest = 1 if state.model.config.mask_token_id is None else state.settings.block_length
-    policy = policy_for(state.model, state.batch) if longest > 1 else Policy(lambda rows, block_length: 1.0)
+    policy = Policy(lambda rows, block_length: 1.0)
     seed, num_new = torch.empty(0, dtype=torch.long, device=state.next_logits.device), state.batch
     acceptance: dict[int, Acceptance] = {}
     races: dict[int, Races] = {}
     while True:
         if num_new:
+            if longest > 1:
+                policy = policy_for(state.model, state.batch)
             seed, steps = add_seeds(state, seed, num_new)
             acceptance |= {row: Acceptance() for row in state.rows[-num_new:]}
             races |= {r: Races(g) for r, g in zip(state.rows[-num_new:], state.generators[-num_new:], strict=True)}
@@ -39,6 +41,7 @@ def decode_adaptive(state: DecodeState, shortest: int) -> Iterator[list[Step]]:
         kept = state.drop_finished()
         if kept is not None:
             seed = seed[kept]
+            acceptance, races = ({r: held[r] for r in state.rows} for held in (acceptance, races))
         num_new = state.join()
         if num_new:
             continue

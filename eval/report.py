@@ -1,17 +1,23 @@
-"""From sample lines to report.json, a Markdown page, and the block between the README's nano-table marks."""
+"""From sample lines to report.json, report.md, report.html, and the block between the README's nano-table marks."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from trimode_vlm.eval import published, report_html, report_plots
+from trimode_vlm.eval.aggregates import summarise
 from trimode_vlm.eval.metrics import mean, standard_error
+from trimode_vlm.eval.report_tables import details, markdown
 from trimode_vlm.eval.tpf import CONVENTION, bucketed, totals
 
 START, END = "<!-- nano-table -->", "<!-- /nano-table -->"
@@ -19,42 +25,69 @@ START, END = "<!-- nano-table -->", "<!-- /nano-table -->"
 Report = dict[str, Any]
 Records = Sequence[Mapping[str, Any]]
 
+# Samples of a task that the page shows, and how much of an answer.
+SHOWN, SHOWN_WRONG, SHOWN_CHARACTERS = 3, 2, 2000
+
 
 def build(settings: Mapping[str, Any], records: Records) -> Report:
     """The report of a finished run, made from the records alone; ratios are ratios of sums (tpf.CONVENTION)."""
     tasks, modes, buckets = settings["tasks"], settings["modes"], settings["buckets"]
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["run"], record["mode"], record["task"]), []).append(record)
 
     def select(run: str, mode: str, task: str | None = None) -> list[Mapping[str, Any]]:
-        return [r for r in records if r["run"] == run and r["mode"] == mode and task in (None, r["task"])]
-
-    def pooled(run: str, mode: str) -> dict[str, Any]:
-        chosen = select(run, mode)
-        lengths = {name: value.as_dict() for name, value in bucketed(chosen, buckets).items()}
-        return {name: value | scores(_longer(chosen, name)) for name, value in lengths.items()}
+        return [r for name in ([task] if task else tasks) for r in groups.get((run, mode, name), [])]
 
     def table(run: str) -> dict[str, Any]:
         present = [mode for mode in modes if select(run, mode)]
-        by_task = {task: {mode: cell(rows) for mode in present if (rows := select(run, mode, task))} for task in tasks}
+        by_task: dict[str, dict[str, Any]] = {task: {} for task in tasks}
+        for task, mode in itertools.product(tasks, present):
+            if rows := select(run, mode, task):
+                same = agreement(select(run, "ar", task), rows) if mode != "ar" and "ar" in modes else None
+                by_task[task][mode] = cell(rows, buckets) | {"same_as_ar": same}
         filled = {task: cells for task, cells in by_task.items() if cells}
-        return {"tasks": filled, "pooled": {mode: pooled(run, mode) for mode in present}}
+        return {"tasks": filled, "pooled": {mode: by_bucket(select(run, mode), buckets) for mode in present}}
 
-    return {
+    measured = {mode: select("model", mode) for mode in modes}
+    report = {
         "settings": dict(settings),
-        "convention": CONVENTION,
-        "machine": _machine(settings["workers"]),
+        "convention": CONVENTION | {"percentile": "of samples, interpolated linearly between neighbours"},
+        "machine": _machine(settings),
         **table("model"),
         "baseline": {task: most_frequent(select("model", modes[0], task)) for task in tasks},
-        "same_as_ar": {mode: agreement(select("model", "ar"), select("model", mode)) for mode in modes if mode != "ar"}
+        "same_as_ar": {mode: agreement(measured["ar"], measured[mode]) for mode in modes if mode != "ar"}
         if "ar" in modes
         else {},
         "controls": {run: table(run) for run in ("shuffled", "control") if any(r["run"] == run for r in records)},
+        "tpf_by_length": {mode: report_plots.length_bins(rows) for mode, rows in measured.items() if rows},
+        "accepted_lengths": {mode: report_plots.accepted_counts(rows) for mode, rows in measured.items()},
+        "samples": {task: shown_samples({m: select("model", m, task) for m in modes}) for task in tasks},
+    }
+    return report | {"mean_of_tasks": _mean_of_tasks(report), "published": published.beside(report)}
+
+
+def cell(records: Records, buckets: Sequence[int]) -> dict[str, Any]:
+    """Everything about one task in one mode."""
+    metric = records[0].get("metric") or "exact_match"
+    return {
+        "metric": metric,
+        **summarise(metric, records),
+        **totals(records).as_dict(),
+        "seconds_to_first_token": first_token(records),
+        "finish_reasons": dict(Counter(r["finish_reason"] for r in records)),
+        "buckets": by_bucket(records, buckets),
     }
 
 
-def cell(records: Records) -> dict[str, Any]:
-    """Score, counts and finish reasons of one task in one mode."""
-    reasons = dict(Counter(r["finish_reason"] for r in records))
-    return scores(records) | totals(records).as_dict() | {"finish_reasons": reasons}
+def by_bucket(records: Records, buckets: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Counts, TPF, mean score per sample and time to the first token, by response length."""
+    found = {}
+    for name, value in bucketed(records, buckets).items():
+        least = 0 if name == "all" else int(name[1:]) + 1
+        chosen = [r for r in records if r["num_new_tokens"] >= least]
+        found[name] = value.as_dict() | scores(chosen) | {"seconds_to_first_token": first_token(chosen)}
+    return found
 
 
 def scores(records: Records) -> dict[str, Any]:
@@ -63,9 +96,19 @@ def scores(records: Records) -> dict[str, Any]:
     return {"score": mean(values), "standard_error": standard_error(values)}
 
 
+def first_token(records: Records) -> dict[str, float] | None:
+    """Median and 95th percentile of the seconds to the first token; None where no record has them."""
+    seconds = [s for r in records if (s := r.get("seconds_to_first_token")) is not None]
+    if not seconds:
+        return None
+    median, p95 = np.percentile(seconds, [50, 95]).tolist()
+    return {"median": median, "p95": p95}
+
+
 def most_frequent(records: Records) -> float | None:
     """Share of the commonest right answer: what a guess without the picture could score at best."""
-    return Counter(r["gold"] for r in records).most_common(1)[0][1] / len(records) if records else None
+    golds = Counter(json.dumps(r["gold"], sort_keys=True) for r in records)
+    return golds.most_common(1)[0][1] / len(records) if records else None
 
 
 def agreement(left: Records, right: Records) -> dict[str, int]:
@@ -75,120 +118,65 @@ def agreement(left: Records, right: Records) -> dict[str, int]:
     return {"identical": sum(r["ids_hash"] == hashes[r["task"], r["id"]] for r in both), "of": len(both)}
 
 
-def _longer(records: Records, bucket: str) -> list[Mapping[str, Any]]:
-    least = 0 if bucket == "all" else int(bucket[1:]) + 1
-    return [r for r in records if r["num_new_tokens"] >= least]
+def shown_samples(by_mode: Mapping[str, Records]) -> list[dict[str, Any]]:
+    """A few samples with every mode's answer: at most two that a mode got wrong, then the first that none did."""
+    answers: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for mode, records in by_mode.items():
+        for record in records:
+            answers.setdefault(record["id"], {})[mode] = record
+    wrong = [i for i, modes in answers.items() if any(r["score"] < 1 for r in modes.values())]
+    right = [i for i in answers if i not in set(wrong)]
+    chosen = wrong[:SHOWN_WRONG] + right
+    chosen = sorted((chosen + wrong[SHOWN_WRONG:])[:SHOWN])
+    return [_shown(answers[i]) for i in chosen]
 
 
-def _machine(workers: int) -> dict[str, Any]:
+def _shown(by_mode: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    first = next(iter(by_mode.values()))
+    shared = {name: first.get(name) for name in ("id", "question_id", "category", "question", "gold")}
+    names = ("score", "parsed", "num_new_tokens", "nfe", "finish_reason")
+    answers = {
+        mode: {"prediction": _cut(record["prediction"])} | {name: record[name] for name in names if name in record}
+        for mode, record in by_mode.items()
+    }
+    return {name: value for name, value in shared.items() if value is not None} | {"answers": answers}
+
+
+def _cut(text: str) -> str:
+    more = len(text) - SHOWN_CHARACTERS
+    return text if more <= 0 else f"{text[:SHOWN_CHARACTERS]} … ({more:,} more characters)"
+
+
+def _mean_of_tasks(report: Report) -> dict[str, Any]:
+    means = {}
+    for mode in report["pooled"]:
+        cells = [cells[mode] for cells in report["tasks"].values() if mode in cells]
+        centre, error = published.mean_of(cells)
+        means[mode] = {"score": centre, "standard_error": error, "num_tasks": len(cells)}
+    return means
+
+
+def _machine(settings: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     import trimode_vlm
 
+    on_gpu = str(settings.get("device") or "").startswith("cuda") and torch.cuda.is_available()
     return {
         "machine": platform.machine(),
+        **({"gpu": torch.cuda.get_device_name()} if on_gpu else {}),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "threads": 1 if workers > 1 else torch.get_num_threads(),
+        "threads": 1 if settings["workers"] > 1 else torch.get_num_threads(),
         "trimode_vlm": getattr(trimode_vlm, "__version__", None),
     }
 
 
-def markdown(report: Report) -> str:
-    """The tables: one row per task, pooled TPF by response length, what was compared, and how it was counted."""
-    return "\n\n".join([_task_table(report), _length_table(report), _notes(report)])
-
-
-def _task_table(report: Report) -> str:
-    modes, controls = report["settings"]["modes"], report["controls"]
-    head = ["task", "answer tokens"]
-    for mode in modes:
-        head += [f"`{mode}` exact match"] + ([] if mode == "ar" else [f"`{mode}` TPF"])
-    head += [f"{_CONTROL[run]} (`{next(iter(controls[run]['pooled']))}`)" for run in controls]
-    head += ["commonest answer"] if "shuffled" in controls else []
-    rows = []
-    for task, cells in report["tasks"].items():
-        row = [task, _number(next(iter(cells.values()))["mean_tokens"], 0)]
-        for mode in modes:
-            row += [_score(cells[mode])] + ([] if mode == "ar" else [_number(cells[mode]["tpf_decode"])])
-        for control in controls.values():
-            row.append(_score(next(iter(control["tasks"].get(task, {"": None}).values()))))
-        row += [_number(report["baseline"][task])] if "shuffled" in controls else []
-        rows.append(row)
-    row = ["**all**", _number(report["pooled"][modes[0]]["all"]["mean_tokens"], 0)]
-    for mode in modes:
-        pooled = report["pooled"][mode]["all"]
-        row += [_score(pooled)] + ([] if mode == "ar" else [_number(pooled["tpf_decode"])])
-    row += [_score(next(iter(control["pooled"].values()))["all"]) for control in controls.values()]
-    rows.append(row + ([""] if "shuffled" in controls else []))
-    return _table(head, rows)
-
-
-_CONTROL = {"shuffled": "shuffled images", "control": "control checkpoint"}
-
-
-def _length_table(report: Report) -> str:
-    timed = report["settings"]["batch_size"] == 1
-    head = ["answers", "mode", "samples", "tokens", "forwards", "TPF", "TPF with prefill", "accepted length"]
-    head += ["exact match"] + (["seconds", "tokens/s"] if timed else [])
-    sources = [("", report["pooled"])] + [(f" ({_CONTROL[run]})", t["pooled"]) for run, t in report["controls"].items()]
-    rows = []
-    for bucket in next(iter(report["pooled"].values())):
-        for suffix, pooled in sources:
-            for mode, lengths in pooled.items():
-                t = lengths[bucket]
-                if not t["num_samples"]:
-                    continue
-                row = [bucket if bucket == "all" else f"{bucket} tokens", f"`{mode}`{suffix}"]
-                row += [f"{t[name]:,}" for name in ("num_samples", "num_tokens", "num_forwards")]
-                row += [_number(t[name]) for name in ("tpf_decode", "tpf_end_to_end", "mean_accepted_length")]
-                row += [_score(t)] + ([_number(t["seconds"], 1), _number(t["tokens_per_sec"], 0)] if timed else [])
-                rows.append(row)
-    return _table(head, rows)
-
-
-def _notes(report: Report) -> str:
-    settings = report["settings"]
-    lines = [
-        f"`{mode}` gives the token ids of `ar` on {same['identical']}/{same['of']} samples."
-        for mode, same in report["same_as_ar"].items()
-    ]
-    counts = sorted({cell["num_samples"] for cells in report["tasks"].values() for cell in cells.values()})
-    lines.append(
-        f"Held-out seed {settings['seed']}, {'-'.join(map(str, counts))} samples per task, "
-        f"batch {settings['batch_size']}, {settings['workers']} process(es) of {report['machine']['threads']} "
-        f"thread(s), diffusion threshold {settings['threshold']}. ± is one standard error. TPF = tokens per forward "
-        "after the prefill, pooled (sum of tokens / sum of forwards); the prefill gives the first token and counts as "
-        "one forward in 'TPF with prefill'. Answers cut by their budget are scored as they are."
-    )
-    if "shuffled" in report["controls"]:
-        lines.append(
-            "Shuffled images: every sample sees another sample's picture; 'commonest answer' is the share of the "
-            "task's most frequent right answer, the most that guessing one fixed answer could score."
-        )
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [list(head), ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
-
-
-def _score(result: Mapping[str, Any] | None) -> str:
-    if result is None or result["score"] is None:
-        return "–"
-    error = result["standard_error"]
-    return f"{result['score']:.3f}" + ("" if error is None else f" ± {error:.3f}")
-
-
 def write(report: Report, folder: Path) -> None:
-    """Write report.json and report.md."""
+    """Write report.json, report.md and report.html."""
     (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(markdown(report) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(f"{markdown(report)}\n\n{details(report)}\n", encoding="utf-8")
+    (folder / "report.html").write_text(report_html.page(report), encoding="utf-8")
 
 
 def update(path: Path, report: Report) -> None:

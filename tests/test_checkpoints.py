@@ -371,8 +371,8 @@ def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_of_load(llama_folder: Path) -> None:
-    with pytest.raises(ValueError, match="quantize must be '4bit' or left out, got 'int8'"):
-        load(llama_folder, quantize="int8")
+    with pytest.raises(ValueError, match="quantize must be 'int8', 'int4', '4bit' or left out, got 'int2'"):
+        load(llama_folder, quantize="int2")
     with pytest.raises(ValueError, match="dtype 'int8' is not one of"):
         load(llama_folder, dtype="int8")
     assert load(llama_folder)[0].dtype == torch.float32

@@ -528,7 +528,7 @@ def test_4bit_without_bitsandbytes_or_cuda_is_one_clear_line(monkeypatch):
         with pytest.raises(ValueError) as error:
             ask()
         assert str(error.value) == expected
-    with pytest.raises(ValueError, match="quantize must be '4bit' or left out, got '8bit'"):
+    with pytest.raises(ValueError, match="quantize must be 'int8', 'int4', '4bit' or left out, got '8bit'"):
         trimode_vlm.load("nano", quantize="8bit")
 
 

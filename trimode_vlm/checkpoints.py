@@ -21,7 +21,7 @@ from .key_maps import EMBEDDING, HEAD, from_ours
 from .lora_weights import MergedWeights, base_of, is_based_on, is_lora_folder
 from .model import TriModeVLM
 from .processor_files import check_json_files, load_generation_config, load_processor, save_companions
-from .quantize import check_quantize, quantize_4bit
+from .quantize import check_quantize, quantize_model
 from .source_configs import read_source
 from .source_weights import SourceWeights, build, check, expected_weights, skeleton
 from .target_configs import target_config, target_name, weight_layout
@@ -56,7 +56,8 @@ def load(
         adapter: a PEFT folder with the draft adapter (a fine-tuned one goes into `path_or_id`), or "auto" for
             `linear_spec_lora/` beside the weights. It is checked and attached as `model.draft_adapter` (else None),
             which drafts of self-speculation use.
-        quantize: "4bit" keeps the linear layers of the text decoder in 4 bits (bitsandbytes, on a CUDA device).
+        quantize: keeps the linear layers of the text decoder in fewer bits: "int8" or "int4" (torchao), or "4bit"
+            (bitsandbytes, on a CUDA device). Such a model answers, and cannot be saved.
         mask_token_id: the mask of a model that has none; None: a spare special token (see spare_tokens).
         overrides: config fields to set, for example `vision_config` to give a language model a new tower.
         allow_missing: patterns of our weight names ("encoder.vision_tower.*") that may be missing or of another shape
@@ -66,9 +67,9 @@ def load(
     Raises:
         ValueError: the folder cannot be found or held; weights that do not fit are listed with both shapes.
     """
-    if quantize is not None:
-        check_quantize(quantize)
     wanted = parse_dtype(dtype) if dtype is not None else None
+    if quantize is not None:
+        check_quantize(quantize, device, wanted)
     folder = resolve(path_or_id)
     weights = open_weights(folder, mask_token_id, overrides)
     if wanted is None and (str(path_or_id) == NANO or is_based_on(weights, resolve(NANO))):
@@ -80,7 +81,7 @@ def load(
         found = find_adapter(adapter, folder)
         model.draft_adapter = read_adapter(found, model) if found else None
     if quantize is not None:
-        quantize_4bit(model, device)
+        quantize_model(model, quantize, device)
     return model.eval(), load_processor(companions, model.config, weights.source.layout)
 
 

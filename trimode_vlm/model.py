@@ -45,6 +45,8 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
     _supports_flex_attn = True
     # What drafts of self-speculation use; `load` attaches it. None: drafts by the bare weights.
     draft_adapter: DraftAdapter | None = None
+    # In which bits `load` put the text layers (quantize.py).
+    quantized: str | None = None
 
     def __init__(self, config: TriModeConfig) -> None:
         super().__init__(config)
@@ -55,6 +57,18 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
             self.encoder.multi_modal_projector = MultiModalProjector(config, tower.output_size)
         self.diffusion_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As transformers does it.
+
+        Raises:
+            ValueError: the weights are quantised, which no layout that `load` reads can hold.
+        """
+        if self.quantized:
+            raise ValueError(
+                f"{self.quantized} weights cannot be saved: load the model without quantize= and save that"
+            )
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embed_tokens

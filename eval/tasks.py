@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from trimode_vlm.cli import nearest
 
 Messages = list[dict[str, Any]]
 
@@ -58,24 +59,54 @@ class EvalTask:
 
 
 def select(names: Sequence[str], data: Mapping[str, str] = {}) -> list[EvalTask]:
-    """The named tasks in the order given, groups expanded, each once.
+    """The named tasks in the order given, groups expanded, each once; a file's name is a user's own task.
 
-    data: task -> a local path or hub id to read instead of the task's own source.
+    data: task -> what to read instead of the task's own source: a local path, a hub id, or a YAML file of its fields.
 
     Raises:
-        ValueError: an unknown name; names the nearest known one.
+        ValueError: an unknown name in `names` or `data`, with the nearest known one; an own task that cannot be read.
     """
-    from trimode_vlm.eval import nano_tasks
+    from trimode_vlm.eval import benchmarks, nano_tasks, own_tasks
 
-    tasks = nano_tasks.tasks()
-    groups = {"nano": list(tasks)}
+    nano = nano_tasks.tasks()
+    groups = {"nano": list(nano), **benchmarks.GROUPS}
+    known = [*groups, *benchmarks.BENCHMARKS, *nano]
     chosen: dict[str, EvalTask] = {}
     for name in names:
-        if name not in tasks and name not in groups:
-            near = difflib.get_close_matches(name, [*tasks, *groups], n=1, cutoff=0.0)
-            raise ValueError(f"unknown task {name!r}, did you mean {near[0]!r}? Known: {', '.join([*groups, *tasks])}")
-        chosen |= {member: tasks[member] for member in groups.get(name, [name])}
+        if own_tasks.is_own(name):
+            task = own_tasks.load(name)
+            if task.name in known:
+                hint = f"{name}: {task.name!r} is a task already; give the file another name"
+                raise ValueError(f"{hint}, or read that task from it: --tasks {task.name} --data {task.name}={name}")
+            chosen[task.name] = task
+            continue
+        if name not in known:
+            hint = "a file (.yaml, .jsonl, .tsv ...) is a task of your own"
+            raise ValueError(f"unknown task {name!r}{nearest(name, known)}; {hint}; known: {', '.join(known)}")
+        for member in groups.get(name, [name]):
+            chosen[member] = nano[member] if member in nano else benchmarks.BENCHMARKS[member].task(data.get(member))
+    for name in data:
+        if name not in chosen or name not in benchmarks.BENCHMARKS:
+            usable = [task for task in chosen if task in benchmarks.BENCHMARKS]
+            what = f"the tasks that read data are {', '.join(usable)}" if usable else "no task here reads data"
+            raise ValueError(f"--data {name}={data[name]}: {what}{nearest(name, usable)}")
     return list(chosen.values())
+
+
+def list_tasks() -> str:
+    """The table of known tasks, a line each: name, metric, budget of tokens, data; then the groups."""
+    from trimode_vlm.eval import benchmarks, nano_tasks
+
+    lines = [("task", "metric", "tokens", "data")]
+    for name, benchmark in benchmarks.BENCHMARKS.items():
+        source = ", ".join(filter(None, (benchmark.source.path, benchmark.source.config, benchmark.source.split)))
+        lines.append((name, benchmark.metric, str(benchmark.max_new_tokens), source))
+    for name, task in nano_tasks.tasks().items():
+        lines.append((name, task.metric, str(task.max_new_tokens), "made here, held out from nano's training"))
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    groups = {**benchmarks.GROUPS, "nano": ["all held-out synthetic tasks"]}
+    return "\n".join([*table, "", *(f"{name}: {', '.join(members)}" for name, members in groups.items())])
 
 
 def images_of(messages: Messages) -> list[Any]:

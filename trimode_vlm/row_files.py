@@ -15,7 +15,7 @@ from trimode_vlm.json_rows import JsonRows
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 _HUB_ID = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")
-_METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "metadata.jsonl")
+METADATA_NAMES = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "metadata.jsonl")
 
 
 def open_rows(
@@ -57,7 +57,7 @@ def _open_folder(folder: Path, config: str | None, split: str, streaming: bool) 
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _load_from_disk(folder, split, streaming), folder.name, folder
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in JSON_SUFFIXES)
-    files = [file for file in files if file.name not in _METADATA]
+    files = [file for file in files if file.name not in METADATA_NAMES]
     if files:
         of_split = [file for file in files if re.match(rf"{re.escape(split)}([-_.]|$)", file.name)]
         if not of_split and len(files) > 1:

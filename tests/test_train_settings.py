@@ -56,7 +56,7 @@ WRONG = [
     ("--ar.qa_share 2", "ar.qa_share must be between 0 and 1, got 2.0"),
     ("--threads 0", "threads must be at least 1, got 0"),
     ("--deepspeed zero1", "optimizer 'muon' needs whole matrices"),
-    ("--recipe micro", "recipe must be one of finetune, draft_lora, nano, got 'micro'"),
+    ("--recipe micro", "recipe must be one of finetune, draft_lora, learned_sampler, nano, got 'micro'"),
 ]
 
 

@@ -13,8 +13,8 @@ from trimode_vlm.training.settings import build, chosen, make_folder, parse_over
 USAGE = """usage: trimode-vlm train --config NAME_OR_FILE [--check[-images] | --estimate [--gpus N]] [--key value ...]
 
 Train a model from a YAML file of settings; --key value overrides one of them (nested keys with dots).
-`recipe: finetune` trains a checkpoint on your own data, `recipe: draft_lora` the adapter of its drafts, `recipe: nano`
-makes the shipped model from nothing.
+`recipe: finetune` trains a checkpoint on your own data, `recipe: draft_lora` the adapter of its drafts, `recipe:
+learned_sampler` what tells diffusion when to commit, `recipe: nano` makes the shipped model from nothing.
 Each run writes all its settings, with the defaults, to OUT/settings.yaml; training/README.md explains the
 ones that matter.
 Interrupted runs resume when the same command is given again. Steps may grow then; other changes need another --out or
@@ -34,7 +34,7 @@ examples:
   torchrun --nproc-per-node 2 -m trimode_vlm.training --config nano --out runs/nano
 """
 FLAGS = ("--check", "--check-images", "--estimate", "--debug")
-RECIPES = ("finetune", "draft_lora", "nano")
+RECIPES = ("finetune", "draft_lora", "learned_sampler", "nano")
 
 
 def train(argv: list[str] | None = None) -> int:
@@ -99,6 +99,10 @@ def read_settings(overrides: dict[str, Any]) -> Any:
         from trimode_vlm.training.draft_lora import DraftLoraSettings
 
         return build(DraftLoraSettings, base, overrides)
+    if recipe == "learned_sampler":
+        from trimode_vlm.training.learned_sampler import LearnedSamplerSettings
+
+        return build(LearnedSamplerSettings, base, overrides)
     from trimode_vlm.training.finetune import FinetuneSettings
 
     return build(FinetuneSettings, base, overrides)
@@ -108,7 +112,7 @@ def run(settings: Any) -> int:
     """Train; every rank comes here."""
     from transformers.utils import logging
 
-    from trimode_vlm.training import distributed, draft_lora, finetune, nano_recipe
+    from trimode_vlm.training import distributed, draft_lora, finetune, learned_sampler, nano_recipe
 
     # Shards are written in a moment, and DeepSpeed calls what torch renames.
     logging.disable_progress_bar()
@@ -119,7 +123,12 @@ def run(settings: Any) -> int:
         if not file.exists():  # a run that is there may yet refuse these settings
             file.write_text(resolved(settings), encoding="utf-8")
         print(f"{chosen(settings)}(all settings: {file})\n", flush=True)
-    recipes: dict[str, Any] = {"nano": nano_recipe.run, "draft_lora": draft_lora.run, "finetune": finetune.run}
+    recipes: dict[str, Any] = {
+        "nano": nano_recipe.run,
+        "draft_lora": draft_lora.run,
+        "learned_sampler": learned_sampler.run,
+        "finetune": finetune.run,
+    }
     folder = recipes[settings.recipe](settings)
     if distributed.rank() == 0:
         file.write_text(resolved(settings), encoding="utf-8")

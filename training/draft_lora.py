@@ -136,20 +136,20 @@ def base_name(model: str) -> str:
     return str(Path(model).expanduser().absolute()) if is_folder else model
 
 
-def model_folder(settings: DraftLoraSettings) -> Path | None:
-    """The folder of the model that the adapter is put into; None where it stays as it is."""
+def model_folder(settings: Any) -> Path | None:
+    """The folder of the model that a run's result is put into; None where it stays as it is."""
     folder = Path(settings.model).expanduser()
     return folder if settings.install and settings.model != NANO and folder.is_dir() else None
 
 
-def check_place(settings: DraftLoraSettings) -> None:
-    """Raise ValueError if the model has an adapter that this run did not make."""
+def check_place(settings: Any, name: str = ADAPTER_FOLDER, weights: str = WEIGHTS) -> None:
+    """Raise ValueError if the model has an adapter (or what else `name` is) that this run did not make."""
     folder = model_folder(settings)
-    if folder is None or not (folder / ADAPTER_FOLDER).exists():
+    if folder is None or not (folder / name).exists():
         return
-    theirs, ours = folder / ADAPTER_FOLDER / WEIGHTS, Path(settings.out) / ADAPTER_FOLDER / WEIGHTS
+    theirs, ours = folder / name / weights, Path(settings.out) / name / weights
     if not (theirs.is_file() and ours.is_file() and theirs.read_bytes() == ours.read_bytes()):
-        raise ValueError(f"{folder / ADAPTER_FOLDER} is there already: move it away, or leave it with --install false")
+        raise ValueError(f"{folder / name} is there already: move it away, or leave it with --install false")
 
 
 def export(trainer: DraftTrainer, settings: DraftLoraSettings) -> Path:

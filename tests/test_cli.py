@@ -18,7 +18,7 @@ from PIL import Image
 
 from trimode_vlm import cli, terminal
 from trimode_vlm.decoders import MODE_OPTIONS
-from trimode_vlm.eval import bench
+from trimode_vlm.eval import bench_decode
 
 
 @pytest.fixture
@@ -360,7 +360,7 @@ def test_bench_ends_with_its_document_even_where_the_file_cannot_be_written(
         note("ceiling", "the ceiling", {"ar_tokens_per_sec": 5.0})
         (tmp_path / "reports").rename(tmp_path / "moved")
 
-    monkeypatch.setattr(bench, "bench_decode", measure)
+    monkeypatch.setattr(bench_decode, "bench_decode", measure)
     (tmp_path / "reports").mkdir()
     assert cli.main(["bench", "decode", "--quick", "--json", str(tmp_path / "reports" / "decode.json")]) == 1
     out, err = capsys.readouterr()

@@ -44,9 +44,9 @@ class LearnedSamplerSettings(FitSettings, SamplerConfig):
 
     data: conversations whose answers are walked; tasks: weights of nano's own tasks, made on the fly, in place of data.
     samples: how many of them (at most one epoch of the data). shard_samples: of one file of trajectories.
-    states_per_block: states kept of a walk through a block. trajectories: their folder, which runs of other networks may
-    share; None: out/trajectories. install: also put the sampler into the model's own folder, where load finds it (a local
-    folder; the shipped nano stays as it is).
+    states_per_block: states kept of a walk through a block. trajectories: their folder, which runs of other networks
+    may share; None: out/trajectories. install: also put the sampler into the model's own folder, where load finds it (a
+    local folder; the shipped nano stays as it is).
     """
 
     recipe: str = "learned_sampler"

@@ -40,8 +40,9 @@ BATCH_BLOCKS = 16
 States = dict[str, Tensor]
 """N states of blocks of k tokens.
 
-top_ids [N, k, 3], scalars [N, k, 4]: what `look` says of the state's logits; canvas, masked, target [N, k]; prompt [N]: a
-fingerprint, the same for the same question; start [N]: the block's position; policy [N]: index into POLICIES; step [N].
+top_ids [N, k, 3], scalars [N, k, 4]: what `look` says of the state's logits; canvas, masked, target [N, k]; prompt [N]:
+a fingerprint, the same for the same question; start [N]: the block's position; policy [N]: index into POLICIES; step
+[N]: how many steps came before it.
 """
 
 

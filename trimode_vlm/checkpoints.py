@@ -18,6 +18,7 @@ import torch
 
 from .draft_adapter import ADAPTER_FOLDER, find_adapter, read_adapter
 from .key_maps import EMBEDDING, HEAD, from_ours
+from .learned_sampler import CONFIG, SAMPLER_FOLDER, find_sampler, read_sampler
 from .lora_weights import MergedWeights, base_of, is_based_on, is_lora_folder
 from .model import TriModeVLM
 from .processor_files import check_json_files, load_generation_config, load_processor, save_companions
@@ -40,6 +41,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     adapter: str | Path | None = None,
+    sampler: str | Path | None = "auto",
     quantize: str | None = None,
     mask_token_id: int | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -56,6 +58,9 @@ def load(
         adapter: a PEFT folder with the draft adapter (a fine-tuned one goes into `path_or_id`), or "auto" for
             `linear_spec_lora/` beside the weights. It is checked and attached as `model.draft_adapter` (else None),
             which drafts of self-speculation use.
+        sampler: a folder with a learned sampler, "auto" for `learned_sampler/` beside the weights, or None. It is
+            checked and attached as `model.learned_sampler` (else None), which diffusion uses with
+            commit_rule="learned".
         quantize: keeps the linear layers of the text decoder in fewer bits: "int8" or "int4" (torchao), or "4bit"
             (bitsandbytes, on a CUDA device). Such a model answers, and cannot be saved.
         mask_token_id: the mask of a model that has none; None: a spare special token (see spare_tokens).
@@ -80,6 +85,9 @@ def load(
     if adapter is not None:
         found = find_adapter(adapter, folder)
         model.draft_adapter = read_adapter(found, model) if found else None
+    if sampler is not None:
+        found = find_sampler(sampler, folder)
+        model.learned_sampler = read_sampler(found, model) if found else None
     if quantize is not None:
         quantize_model(model, quantize, device)
     return model.eval(), load_processor(companions, model.config, weights.source.layout)
@@ -148,6 +156,8 @@ def convert(
         save_companions(companions_of(folder), made, weights.config, weights.source.layout, to)
         if layout == "trimode" and (folder / ADAPTER_FOLDER / "adapter_config.json").is_file():
             shutil.copytree(folder / ADAPTER_FOLDER, made / ADAPTER_FOLDER)
+        if layout == "trimode" and (folder / SAMPLER_FOLDER / CONFIG).is_file():
+            shutil.copytree(folder / SAMPLER_FOLDER, made / SAMPLER_FOLDER)
         if target.exists():
             target.rename(Path(scratch) / "replaced")
         made.rename(target)

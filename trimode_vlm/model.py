@@ -18,6 +18,7 @@ from .draft_adapter import Deltas, DraftAdapter
 from .generate import TriModeGenerationMixin
 from .generation_config import TriModeGenerationConfig
 from .lean_forward import LeanForward
+from .learned_sampler import LearnedSampler
 from .model_inputs import positions
 from .patterns import Pattern, causal
 from .vision.encoder import PixtralEncoder
@@ -45,6 +46,8 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
     _supports_flex_attn = True
     # What drafts of self-speculation use; `load` attaches it. None: drafts by the bare weights.
     draft_adapter: DraftAdapter | None = None
+    # What diffusion asks with commit_rule="learned"; `load` attaches it.
+    learned_sampler: LearnedSampler | None = None
     # In which bits `load` put the text layers (quantize.py).
     quantized: str | None = None
 

@@ -204,14 +204,6 @@ class LearnedSampler:
                 self._placed[model.device] = copy.deepcopy(self.network).to(model.device), table
         return self._placed[model.device]
 
-    def check_block_length(self, block_length: int) -> None:
-        """Raise ValueError for blocks with positions that the network does not know; shorter blocks are fine."""
-        if block_length > self.config.block_length:
-            raise ValueError(
-                f"the learned sampler was trained on blocks of {self.config.block_length} tokens, got block_length "
-                f"{block_length}: give at most that"
-            )
-
     def save(self, folder: Path, **notes: Any) -> None:
         """Write sampler.safetensors and sampler.json; `notes` go into the latter, for readers."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,6 +212,21 @@ class LearnedSampler:
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / WEIGHTS)
         content = json.dumps({"network": asdict(self.config), **notes}, indent=2)
         (folder / CONFIG).write_text(content + "\n", encoding="utf-8")
+
+
+def check_sampler(model: TriModeVLM, block_length: int) -> None:
+    """Raise ValueError unless the model has a sampler that knows all positions of such a block; it may be shorter."""
+    if model.learned_sampler is None:
+        raise ValueError(
+            "commit_rule='learned' needs a learned sampler: load(..., sampler=FOLDER), or train one "
+            "(trimode-vlm train --config learned-sampler)"
+        )
+    longest = model.learned_sampler.config.block_length
+    if block_length > longest:
+        raise ValueError(
+            f"the learned sampler was trained on blocks of {longest} tokens, got block_length {block_length}: "
+            "give at most that"
+        )
 
 
 def find_sampler(sampler: str | Path, model_folder: Path) -> Path | None:

@@ -18,6 +18,7 @@ from trimode_vlm.eval import published, report_html, report_plots
 from trimode_vlm.eval.aggregates import summarise
 from trimode_vlm.eval.metrics import mean, standard_error
 from trimode_vlm.eval.report_tables import details, markdown
+from trimode_vlm.eval.state import replace_text
 from trimode_vlm.eval.tpf import CONVENTION, bucketed, totals
 
 START, END = "<!-- nano-table -->", "<!-- /nano-table -->"
@@ -55,6 +56,9 @@ def build(settings: Mapping[str, Any], records: Records) -> Report:
         "convention": CONVENTION | {"percentile": "of samples, interpolated linearly between neighbours"},
         "machine": _machine(settings),
         **table("model"),
+        "generated": [
+            task for task in tasks if any(r.get("seed") is not None for r in select("model", modes[0], task))
+        ],
         "baseline": {task: most_frequent(select("model", modes[0], task)) for task in tasks},
         "same_as_ar": {mode: agreement(measured["ar"], measured[mode]) for mode in modes if mode != "ar"}
         if "ar" in modes
@@ -133,7 +137,8 @@ def shown_samples(by_mode: Mapping[str, Records]) -> list[dict[str, Any]]:
 
 def _shown(by_mode: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     first = next(iter(by_mode.values()))
-    shared = {name: first.get(name) for name in ("id", "question_id", "category", "question", "gold")}
+    info = first.get("info") or {}
+    shared = {name: first.get(name, info.get(name)) for name in ("id", "question_id", "category", "question", "gold")}
     names = ("score", "parsed", "num_new_tokens", "nfe", "finish_reason")
     answers = {
         mode: {"prediction": _cut(record["prediction"])} | {name: record[name] for name in names if name in record}
@@ -174,9 +179,9 @@ def _machine(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(report: Report, folder: Path) -> None:
     """Write report.json, report.md and report.html."""
-    (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(f"{markdown(report)}\n\n{details(report)}\n", encoding="utf-8")
-    (folder / "report.html").write_text(report_html.page(report), encoding="utf-8")
+    replace_text(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    replace_text(folder / "report.md", f"{markdown(report)}\n\n{details(report)}\n")
+    replace_text(folder / "report.html", report_html.page(report))
 
 
 def update(path: Path, report: Report) -> None:

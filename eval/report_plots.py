@@ -81,7 +81,7 @@ def draw(report: Mapping[str, Any]) -> list[Plot]:
         "font.size": 10.5,
     }
     with matplotlib.rc_context(style):
-        plots = [_tpf_by_length(report), _scores(report), _accepted(report)]
+        plots = [_tpf_by_length(report), _accepted(report), _scores(report)]
     return [plot for plot in plots if plot is not None]
 
 

@@ -86,7 +86,6 @@ def length_table(report: Report) -> Table:
 
 def notes(report: Report) -> list[str]:
     """What was compared, with which settings, and what the numbers mean."""
-    settings = report["settings"]
     lines = [
         f"`{mode}` gives the token ids of `ar` on {same['identical']}/{same['of']} samples."
         for mode, same in report["same_as_ar"].items()
@@ -99,15 +98,7 @@ def notes(report: Report) -> list[str]:
     ]
     if unparsed:
         lines.append(f"Nothing could be read out of these answers, which score 0: {', '.join(unparsed)}.")
-    counts = sorted({cell["num_samples"] for cells in report["tasks"].values() for cell in cells.values()})
-    style = "" if score_name(report) == "exact match" else f" Metric style {settings.get('metric_style')}."
-    lines.append(
-        f"Held-out seed {settings['seed']}, {'-'.join(map(str, counts))} samples per task, "
-        f"batch {settings['batch_size']}, {settings['workers']} process(es) of {report['machine']['threads']} "
-        f"thread(s), diffusion threshold {settings['threshold']}.{style} ± is one standard error. TPF = tokens per "
-        "forward after the prefill, pooled (sum of tokens / sum of forwards); the prefill gives the first token and "
-        "counts as one forward in 'TPF with prefill'. Answers cut by their budget are scored as they are."
-    )
+    lines += [*_left_out(report), _how(report)]
     if _means_differ(report):
         lines.append("'all' pools samples, so large tasks weigh more; 'mean of tasks' weighs every task alike.")
     if "shuffled" in report["controls"]:
@@ -116,6 +107,40 @@ def notes(report: Report) -> list[str]:
             "task's most frequent right answer, the most that guessing one fixed answer could score."
         )
     return lines
+
+
+def _how(report: Report) -> str:
+    """Settings, and what TPF and the errors are."""
+    settings = report["settings"]
+    counts = sorted({cell["num_samples"] for cells in report["tasks"].values() for cell in cells.values()})
+    seed = f"Held-out seed {settings['seed']}, " if report["generated"] else ""
+    how = [f"{seed}{'-'.join(f'{n}' for n in counts)} samples per task", f"batch {settings['batch_size']}"]
+    how.append(f"{settings['workers']} process(es) of {report['machine']['threads']} thread(s)")
+    if "diffusion" in settings["modes"] and settings["threshold"] is not None:
+        how.append(f"diffusion threshold {settings['threshold']}")
+    how += [f"temperature {settings['temperature']}"] if settings.get("temperature") else []
+    how += [] if score_name(report) == "exact match" else [f"metric style {settings.get('metric_style')}"]
+    return (
+        f"{', '.join(how)}. ± is one standard error. TPF = tokens per forward after the prefill, pooled (sum of "
+        "tokens / sum of forwards); the prefill gives the first token and counts as one forward in 'TPF with prefill'. "
+        "Answers cut by their budget are scored as they are."
+    )
+
+
+def _left_out(report: Report) -> Iterator[str]:
+    """Samples of the data sets that are in no figure: not asked for, or not to be read."""
+    available = report["settings"].get("num_examples") or {}
+    parts = []
+    for task, cells in report["tasks"].items():
+        answered, count = max(cell["num_samples"] for cell in cells.values()), available.get(task)
+        if count is not None and answered < count and task not in report["generated"]:
+            parts.append(f"{task} {answered:,}/{count:,}")
+    if parts:
+        yield f"Not all samples were asked: {', '.join(parts)}."
+    skipped = report["settings"].get("skipped") or {}
+    counts = [f"{task} `{mode}` {n:,}" for task, modes in skipped.items() for mode, n in modes.items()]
+    if counts:
+        yield f"Samples that could not be read or answered, which are in no figure: {', '.join(counts)}."
 
 
 def published_table(report: Report) -> Table | None:

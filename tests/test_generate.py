@@ -248,8 +248,8 @@ def test_settings_of_other_libraries_are_left_out_with_a_warning(chat_model, inp
 
     chat_model.save_pretrained(tmp_path)
     path = tmp_path / "generation_config.json"
-    path.write_text(json.dumps({"repetition_penalty": 1.3, "max_new_tokens": 3, "eos_token_id": -1}))
-    with pytest.warns(UserWarning, match="repetition_penalty"):
+    path.write_text(json.dumps({"no_repeat_ngram_size": 3, "max_new_tokens": 3, "eos_token_id": -1}))
+    with pytest.warns(UserWarning, match="no_repeat_ngram_size"):
         model = TriModeVLM.from_pretrained(tmp_path)
     assert model.generate(**inputs).num_new_tokens == [3]
 

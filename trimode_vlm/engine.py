@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .admission import Admission, slots
 from .conversation import ConversationCache
@@ -52,11 +51,6 @@ class _Group:
     decoder: Iterator[list[Step]]
     rows: dict[int, tuple[Request, int]]
     slots: int  # of the longest row, as admission counts it
-
-    def process(self, number: int, ids_T: Tensor, logits_TV: Tensor) -> Tensor:
-        """Each row's own logits processors."""
-        request, i = self.rows[number]
-        return request.generation.process(i, ids_T, logits_TV)
 
 
 @dataclass
@@ -212,8 +206,6 @@ class Engine:
         group = self._groups.get(key)
         if group is None:
             self._groups[key] = group = _Group(state, DECODERS[request.mode](state), rows, length)
-            if generation.processors:
-                state.logits_hook = group.process
         else:
             group.state.joining.append(state)
             group.rows |= rows
@@ -309,4 +301,4 @@ def _key(generation: Generation) -> Hashable:
     """What rows must share to decode as one batch."""
     config = generation.config
     settings = config.settings(generation.model.config.block_length)
-    return config.mode, settings, config.end_token_ids, bool(generation.processors)
+    return config.mode, settings, config.end_token_ids

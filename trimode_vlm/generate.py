@@ -11,8 +11,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 from transformers.generation.streamers import BaseStreamer
 
 from .conversation import ConversationCache
-from .generation import Generation, Row, StreamEvent, TriModeGenerateOutput
+from .generation import Generation, Row
 from .generation_config import TriModeGenerationConfig
+from .output import StreamEvent, TriModeGenerateOutput
 
 if TYPE_CHECKING:
     from .model import TriModeVLM
@@ -97,7 +98,7 @@ class TriModeGenerationMixin:
             generation_config: read in place of the model's own; `options` override it (see TriModeGenerationConfig).
             streamer: a transformers streamer; drafts and canvases go to its `put_draft` where it has one.
             logits_processor: applied to causal logits (not in diffusion). stopping_criteria: asked after every token.
-            tokenizer: needed by stop_strings.
+            tokenizer: needed by stop_strings, and by thinking_budget where no end_of_thought_token_id is given.
             cache: a conversation's cache from an earlier output; pass the whole conversation again.
             return_nfe: return (sequences, nfe) as the released model does, nfe in its own count.
 
@@ -118,7 +119,7 @@ class TriModeGenerationMixin:
         )
         if streamer is not None:
             if len(run.rows) > 1:
-                raise ValueError(f"a streamer takes one row; input_ids has {len(run.rows)}")
+                raise ValueError(f"a streamer takes one row; this request has {len(run.rows)}")
             streamer.put(input_ids.cpu())
         for event in run.events():
             if streamer is not None:

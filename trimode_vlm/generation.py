@@ -10,72 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
-from transformers.utils import ModelOutput
 
 from .conversation import ConversationCache
 from .decoders import DECODERS, DecodeState, Step
 from .generation_config import TriModeGenerationConfig
 from .lean_forward import lean_forward
+from .learned_sampler import check_sampler
+from .logit_rules import RowRules, logit_rules
+from .output import StreamEvent, TriModeGenerateOutput
 from .prefill import Prompt, prefill, read_prompts
+from .sampling import TokenLogprob
+from .stops import StopRules, Thought, make_stopper, thought_marks
 
 if TYPE_CHECKING:
     from .model import TriModeVLM
     from .serving_caches import FeatureCache
-
-
-@dataclass
-class TriModeGenerateOutput(ModelOutput):
-    """What generate() returns; every list has one entry per row.
-
-    Attributes:
-        sequences: LongTensor [rows, prompt + new], the given input_ids followed by the answer, padded behind the end.
-        tokens_per_forward: (emitted - 1) / decode forwards; the prefill gave the first token.
-        tokens_per_forward_end_to_end: emitted / all forwards.
-        nfe: decode forwards (draft, verify, denoise, refresh) and prefill; nfe_prefill: the prefill's part.
-        num_new_tokens: emitted tokens, an end token included, nothing behind it.
-        finish_reasons: "stop" (end token, stop string or criterion), "length", or None of a row that goes on (a stream
-            that was closed).
-        accepted_lengths: per cycle of self-speculation, the tokens that it gave.
-        block_lengths: the block length of each of these cycles; 1, in mode "auto", is a forward of AR.
-        seconds: from the start of the call to the row's last token; total_seconds: of the whole call.
-        total_nfe: calls of the backbone in the whole call; one call serves all rows of a batch.
-        total_tokens_per_forward, total_tokens_per_forward_end_to_end: the two ratios pooled over rows, sum over sum.
-        cache: the conversation's cache for the next turn (calls with one row).
-    """
-
-    sequences: Tensor | None = None
-    tokens_per_forward: list[float] | None = None
-    tokens_per_forward_end_to_end: list[float] | None = None
-    nfe: list[int] | None = None
-    nfe_prefill: list[int] | None = None
-    num_new_tokens: list[int] | None = None
-    finish_reasons: list[str | None] | None = None
-    accepted_lengths: list[list[int]] | None = None
-    block_lengths: list[list[int]] | None = None
-    seconds: list[float] | None = None
-    total_seconds: float | None = None
-    total_nfe: int | None = None
-    total_tokens_per_forward: float | None = None
-    total_tokens_per_forward_end_to_end: float | None = None
-    cache: ConversationCache | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamEvent:
-    """One row's progress. `token_ids` are new and final; `num_forwards` counts all forwards of the row so far.
-
-    `canvas`: diffusion's present block, the mask token where nothing is committed. `draft` and `num_accepted`: the last
-    cycle of self-speculation. `finish_reason` is set on the row's last event.
-    """
-
-    row: int
-    token_ids: list[int]
-    num_forwards: int
-    seconds: float
-    canvas: list[int] | None = None
-    draft: list[int] | None = None
-    num_accepted: int | None = None
-    finish_reason: str | None = None
 
 
 @dataclass
@@ -91,7 +40,10 @@ class Row:
     block_lengths: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     seconds: float = 0.0
-    stopper: Any = None
+    seconds_to_first_token: float | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stops: StopRules | None = None
+    thought: Thought | None = None
 
     @property
     def nfe(self) -> int:
@@ -117,11 +69,9 @@ class Generation:
         tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
         self.start = time.perf_counter()
-        if config.mode == "diffusion" and logits_processor:
-            raise ValueError("mode 'diffusion' cannot honour logits_processor: use ar or linear_spec")
         self.model, self.config = model, config
-        self.criteria: list[Any] = stopping_criteria or []
-        self.processors: list[Any] = logits_processor or []
+        if config.mode == "diffusion" and config.commit_rule == "learned":
+            check_sampler(model, config.block_length or model.config.block_length)
         self.cache_in: ConversationCache | None = cache
         self.state: DecodeState | None = None
         prompts = read_prompts(model, **inputs)
@@ -129,16 +79,27 @@ class Generation:
             raise ValueError(f"cache= takes the cache of an earlier output, got {type(cache).__name__}")
         if cache is not None and len(prompts) != 1:
             raise ValueError(f"cache= continues one conversation; input_ids has {len(prompts)} rows")
-        budgets = [self._budget(p) for p in prompts]
-        self.rows = [Row(p, b) for p, b in zip(prompts, budgets, strict=True)]
-        if config.stop_strings:
-            if tokenizer is None:
-                raise ValueError("stop_strings needs tokenizer=, to read the answer as text")
-            from .detokenizer import IncrementalDetokenizer
+        banned = model.config.banned_ids(config.end_token_ids)
+        self.rules = logit_rules(config, model.config.vocab_size, banned, logits_processor or [], model.device)
+        if config.top_logprobs and config.top_logprobs > model.config.vocab_size:
+            raise ValueError(
+                f"top_logprobs {config.top_logprobs} exceeds the vocabulary of {model.config.vocab_size} tokens"
+            )
+        # Prompt by prompt, each with all its samples, as transformers orders them.
+        self.samples = config.num_return_sequences or 1
+        self.rows = [Row(prompt, self._budget(prompt)) for prompt in prompts for _ in range(self.samples)]
+        for row in self.rows:
+            self._set_rules(row, stopping_criteria or [], tokenizer, banned)
 
-            strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
-            for row in self.rows:
-                row.stopper = IncrementalDetokenizer(tokenizer, stop_strings=strings)
+    def _set_rules(self, row: Row, criteria: list[Any], tokenizer: Any, banned: list[int]) -> None:
+        config = self.config
+        stopper = make_stopper(tokenizer, config.stop_strings) if config.stop_strings not in (None, [], ()) else None
+        row.stops = StopRules(
+            row.prompt.token_ids, row.token_ids, config.end_token_ids, stopper, criteria, self.model.device
+        )
+        if config.thinking_budget is not None:
+            start_id, end_id = thought_marks(config, tokenizer, self.rules.forbids)
+            row.thought = Thought.of(config.thinking_budget, start_id, end_id, row.prompt.token_ids)
 
     def _budget(self, prompt: Prompt) -> int:
         """New tokens that this row may have: what was asked for, within the model's positions."""
@@ -150,6 +111,10 @@ class Generation:
             asked = 256 if self.config.max_length is None else self.config.max_length - n
         if asked < 1:
             raise ValueError(f"max_length {self.config.max_length} leaves no room behind a prompt of {n} tokens")
+        if (self.config.min_new_tokens or 0) > asked:
+            raise ValueError(
+                f"min_new_tokens {self.config.min_new_tokens} exceeds the {asked} new tokens of the budget"
+            )
         return min(asked, limit - n)
 
     @torch.inference_mode()
@@ -176,30 +141,31 @@ class Generation:
             raise ValueError(f"mode {config.mode!r} needs a mask token; this model's config has no mask_token_id")
         room = max(row.budget for row in self.rows) + settings.block_length
         lean = lean_forward(model.encoder)
-        kv, logits = prefill(model, [r.prompt for r in self.rows], self.cache_in, room, lean, features)
+        prompts = [row.prompt for row in self.rows[:: self.samples]]
+        kv, logits = prefill(model, prompts, self.cache_in, room, lean, features)
+        if self.samples > 1:
+            if self.cache_in is not None:
+                self.cache_in.hold(prompts[0].token_ids, prompts[0].digests)
+            copies = [i for i in range(len(prompts)) for _ in range(self.samples)]
+            kv, logits = kv.select(copies), logits[copies]
         for row in self.rows:
             row.nfe_prefill = 1
+        num_top = (config.top_logprobs or 0) if config.output_logprobs else None
         banned_ids = model.config.banned_ids(config.end_token_ids)
-        banned = torch.tensor(banned_ids, dtype=torch.long, device=logits.device)
         self.state = state = DecodeState(
-            model,
-            kv,
-            list(range(len(self.rows))),
-            logits,
-            generators,
-            [r.budget for r in self.rows],
-            settings,
-            banned,
-            self.process if self.processors else None,
-            lean,
-            model.draft_adapter.deltas(model) if model.draft_adapter else None,
+            model=model,
+            cache=kv,
+            rows=list(range(len(self.rows))),
+            next_logits=logits,
+            generators=generators,
+            remaining=[r.budget for r in self.rows],
+            settings=settings,
+            banned=torch.tensor(banned_ids, dtype=torch.long, device=logits.device),
+            lean=lean,
+            adapter=model.draft_adapter.deltas(model) if model.draft_adapter else None,
+            rules=[RowRules(self.rules, r.prompt.token_ids, r.token_ids, r.thought, num_top) for r in self.rows],
         )
-        if banned.numel():
-            logits = logits.index_fill(-1, banned, float("-inf"))
-        state.next_logits = logits
-        if self.processors:
-            no_ids = torch.empty(0, dtype=torch.long, device=logits.device)
-            state.next_logits = torch.stack([self.process(i, no_ids, x[None])[0] for i, x in enumerate(logits)])
+        state.next_logits = state.first_logits(logits)
         return state
 
     def take(self, row: Row, step: Step) -> StreamEvent:
@@ -208,7 +174,9 @@ class Generation:
         first = len(row.token_ids)
         for token in step.token_ids:
             row.token_ids.append(token)
-            if self._stops(row, token):
+            if row.thought is not None:
+                row.thought.put(token)
+            if row.stops is not None and row.stops.stops():
                 row.finish_reason = "stop"
             elif len(row.token_ids) == row.budget:
                 row.finish_reason = "length"
@@ -216,6 +184,10 @@ class Generation:
                 break
         row.seconds = time.perf_counter() - self.start
         new = row.token_ids[first:]
+        if new and not first:
+            row.seconds_to_first_token = row.seconds
+        logprobs = None if step.logprobs is None else step.logprobs[: len(new)]
+        row.logprobs += logprobs or []
         if step.draft is not None:
             row.accepted_lengths.append(len(new))
             row.block_lengths.append(len(step.draft) + 1)
@@ -227,38 +199,16 @@ class Generation:
             canvas=step.canvas,
             draft=step.draft,
             num_accepted=step.num_accepted,
+            logprobs=None if logprobs is None else [entry.logprob for entry in logprobs],
+            top_logprobs=[entry.top for entry in logprobs]
+            if logprobs is not None and self.config.top_logprobs
+            else None,
             finish_reason=row.finish_reason,
         )
 
-    def _stops(self, row: Row, token: int) -> bool:
-        if token in self.config.end_token_ids:
-            return True
-        if row.stopper is not None:
-            row.stopper.put([token])
-            if row.stopper.stopped:
-                return True
-        if self.criteria:
-            ids = torch.tensor([row.prompt.token_ids + row.token_ids], device=self.model.device)
-            return any(bool(torch.as_tensor(rule(ids, None)).all()) for rule in self.criteria)
-        return False
-
-    def process(self, index: int, ids_T: Tensor, logits_TV: Tensor) -> Tensor:
-        """The user's logits processors at each position of a causal forward, with all ids before it."""
-        row = self.rows[index]
-        # The block's first token is already in the row's ids, except at the prefill, where the block is empty.
-        before = row.prompt.token_ids + row.token_ids[: len(row.token_ids) - 1 if len(ids_T) else None]
-        context = torch.tensor([before], device=logits_TV.device)
-        out = []
-        for t, scores in enumerate(logits_TV):
-            ids = torch.cat((context, ids_T[None, : t + 1]), 1)
-            for processor in self.processors:
-                scores = processor(ids, scores[None])[0]
-            out.append(scores)
-        return torch.stack(out)
-
     def output(self, input_ids: Tensor, with_cache: bool = True) -> TriModeGenerateOutput:
         """What there is so far; before the first event, an answer without tokens."""
-        rows = self.rows
+        rows, config = self.rows, self.config
         pad = self.config.pad_token_id
         if pad is None:
             pad = min(self.config.end_token_ids, default=0)
@@ -267,7 +217,7 @@ class Generation:
         for i, row in enumerate(rows):
             new[i, : len(row.token_ids)] = torch.tensor(row.token_ids, dtype=torch.long)
         return TriModeGenerateOutput(
-            sequences=torch.cat((input_ids, new.to(input_ids.device)), 1),
+            sequences=torch.cat((input_ids.repeat_interleave(self.samples, 0), new.to(input_ids.device)), 1),
             tokens_per_forward=[_ratio([r], end_to_end=False) for r in rows],
             tokens_per_forward_end_to_end=[_ratio([r], end_to_end=True) for r in rows],
             nfe=[r.nfe for r in rows],
@@ -276,17 +226,23 @@ class Generation:
             finish_reasons=[r.finish_reason for r in rows],
             accepted_lengths=[r.accepted_lengths for r in rows],
             block_lengths=[r.block_lengths for r in rows],
+            num_thinking_tokens=None
+            if config.thinking_budget is None
+            else [r.thought.num_tokens for r in rows if r.thought],
+            logprobs=[[entry.logprob for entry in r.logprobs] for r in rows] if config.output_logprobs else None,
+            top_logprobs=[[entry.top for entry in r.logprobs] for r in rows] if config.top_logprobs else None,
             seconds=[r.seconds for r in rows],
+            seconds_to_first_token=[r.seconds_to_first_token for r in rows],
             total_seconds=time.perf_counter() - self.start,
             total_nfe=self.state.num_forwards + 1 if self.state else 0,
             total_tokens_per_forward=_ratio(rows, end_to_end=False),
             total_tokens_per_forward_end_to_end=_ratio(rows, end_to_end=True),
-            cache=self._conversation() if with_cache and len(rows) == 1 else None,
+            cache=self._conversation() if with_cache else None,
         )
 
     def _conversation(self) -> ConversationCache | None:
         """The cache with what it now holds. A continued conversation keeps its one object: its buffers are shared."""
-        if self.state is None:
+        if self.state is None or len(self.rows) > 1:
             return self.cache_in
         row, kv = self.rows[0], self.state.cache
         known = row.prompt.token_ids + row.token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,3 +90,62 @@ def speculative_accept(
         # p == q up to rounding leaves no residual mass; then p itself is the right distribution.
         final = residual if residual.sum() > 0 else target_probs[num_accepted]
     return num_accepted, int(torch.multinomial(final, 1, generator=generator))
+
+
+def block_acceptance(draft: Tensor, draft_probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Block verification's chances and residuals (Sun et al. 2403.10444, algorithm 2).
+
+    With p_0 = 1 and p_i = min(1, p_{i-1} target_i(x_i) / draft_i(x_i)), residual_i = max(0, p_i target_{i+1} -
+    draft_{i+1}) and its mass s_i, a prefix of i tokens passes with probability h_i = s_i / (s_i + 1 - p_i), the whole
+    draft with h_k = p_k. The longest prefix that passes is kept.
+
+    Args:
+        draft: [k]; draft_probs: [k, V]; target_probs: [k + 1, V].
+
+    Returns:
+        (h [k], of 1 to k tokens; weights [k + 1, V] of the token behind 0 to k of them, not normalised).
+    """
+    k = len(draft)
+    chosen = draft[:, None]
+    ratios = (target_probs[:k].gather(-1, chosen) / draft_probs.gather(-1, chosen)).squeeze(-1)
+    p = [1.0]
+    for ratio in ratios.tolist():
+        p.append(min(1.0, p[-1] * ratio))
+    joint = target_probs.new_tensor(p)
+    residual = (joint[:k, None] * target_probs[:k] - draft_probs).clamp(min=0)
+    mass = residual.sum(-1)
+    total = mass[1:] + 1 - joint[1:k]
+    # Nothing left and nothing lacking: draft and target agree from here on.
+    passes = torch.where(total > 0, mass[1:] / total, torch.ones_like(total))
+    return torch.cat((passes, joint[k:])) if k else joint[:0], torch.cat((residual, target_probs[k:]))
+
+
+def block_accept(
+    draft: Tensor, draft_probs: Tensor, target_probs: Tensor, generator: torch.Generator
+) -> tuple[int, int]:
+    """`speculative_accept` by block verification: the same distribution, on average at least as many tokens."""
+    k = len(draft)
+    passes, weights = block_acceptance(draft, draft_probs, target_probs)
+    uniform = torch.rand(k, generator=generator, device=generator.device).to(passes.device)
+    passed = (uniform < passes).nonzero()
+    num_accepted = int(passed[-1]) + 1 if len(passed) else 0
+    final = weights[num_accepted]
+    # Rounding alone can leave no mass where a prefix passed; then the target itself is the right distribution.
+    final = final if final.sum() > 0 else target_probs[num_accepted]
+    return num_accepted, int(torch.multinomial(final, 1, generator=generator))
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token in nats, and (id, log-probability) of the likeliest ones, the best first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def token_logprobs(logits_TV: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob]:
+    """Log-probabilities under softmax(logits) of one token per position."""
+    log_probs = logits_TV.float().log_softmax(-1)
+    chosen = log_probs.gather(-1, torch.tensor(token_ids, device=log_probs.device)[:, None]).squeeze(-1)
+    values, ids = log_probs.topk(num_top, -1)
+    tops = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprob(value, top) for value, top in zip(chosen.tolist(), tops, strict=True)]

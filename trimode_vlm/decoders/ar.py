@@ -22,9 +22,8 @@ def decode_ar(state: DecodeState) -> Iterator[list[Step]]:
         if kept is not None:
             token = token[kept]
         if state.rows:
-            logits = state.commit(token[:, None])
+            state.next_logits = state.process(state.commit(token[:, None]), token[:, None])[:, -1]
             state.cache.advance([1] * state.batch)
-            state.next_logits = state.process(logits, token[:, None])[:, -1]
         num_new = state.join()
         if not state.rows:
             return

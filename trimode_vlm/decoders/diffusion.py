@@ -2,8 +2,8 @@
 
 The first token of a block, its seed, is the causal prediction of the pass before; the others start as masks. Each
 round is one bidirectional forward; it commits the most confident masked position and every other that the rule allows.
-A committed token never changes. Source: Nemotron-Labs-Diffusion (arXiv 2607.05722), section 3; the entropy rule is the
-entropy-bounded sampler of arXiv 2505.24857.
+A committed token never changes. Source: Nemotron-Labs-Diffusion (arXiv 2607.05722), section 3, and appendix A for the
+learned rule (learned_sampler.py); the entropy rule is the entropy-bounded sampler of arXiv 2505.24857.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def decode_diffusion(state: DecodeState) -> Iterator[list[Step]]:
         full = is_full.nonzero().squeeze(-1)
         if len(full) < state.batch:
             tokens = _pick_open_rows(state, logits, blocks.masked)
-            chosen = _choose(logits, tokens, blocks.masked, state.settings)
+            judged = _judge(state, logits, blocks)
+            chosen = _choose(logits, tokens, blocks.masked & ~state.held(blocks.canvas), state.settings, judged)
             blocks.commit(tokens, chosen)
         if len(full):
             state.cache.advance((is_full.long() * blocks.block_length).tolist())
-            state.next_logits = state.next_logits.index_copy(0, full, logits[full, -1])
+            state.next_logits = state.next_logits.index_copy(0, full, logits[full, -1].to(state.next_logits.dtype))
             blocks.start(state, full)
         yield blocks.steps(state, first=0, cost=1)
 
@@ -104,7 +105,16 @@ def _pick_open_rows(state: DecodeState, logits: Tensor, masked: Tensor) -> Tenso
     return torch.zeros_like(masked, dtype=torch.long).index_copy(0, rows, picked)
 
 
-def _choose(logits: Tensor, tokens: Tensor, masked: Tensor, settings: Settings) -> Tensor:
+def _judge(state: DecodeState, logits: Tensor, blocks: _Blocks) -> Tensor | None:
+    """How likely each position's likeliest token is final, by the learned sampler [B, k]; None under other rules."""
+    if state.settings.commit_rule != "learned":
+        return None
+    sampler = state.model.learned_sampler
+    assert sampler is not None
+    return sampler.probabilities(state.model, logits, blocks.canvas, blocks.masked)
+
+
+def _choose(logits: Tensor, tokens: Tensor, masked: Tensor, settings: Settings, judged: Tensor | None = None) -> Tensor:
     """Which masked positions to commit now: bool [B, k], at least one in every row that has a mask."""
     if settings.commit_rule == "entropy":
         score = -entropy(logits)
@@ -119,6 +129,8 @@ def _choose(logits: Tensor, tokens: Tensor, masked: Tensor, settings: Settings) 
         extra = torch.zeros_like(masked).scatter(-1, order, before <= settings.entropy_bound)
     elif settings.threshold is None:
         extra = torch.zeros_like(masked)
+    elif judged is not None:
+        extra = judged > settings.threshold
     else:
         extra = score >= settings.threshold
     return (best | extra) & masked

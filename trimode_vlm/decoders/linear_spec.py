@@ -1,7 +1,8 @@
 """Linear self-speculation: diffusion drafts a block, one causal forward of the same weights verifies it.
 
 A cycle is two forwards and gives 1..k tokens for block length k. Greedy output equals greedy AR; sampled output has
-AR's distribution. Source: Nemotron-Labs-Diffusion (arXiv 2607.05722), section 3; accept rule: arXiv 2211.17192.
+AR's distribution. Source: Nemotron-Labs-Diffusion (arXiv 2607.05722), section 3; accept rules: arXiv 2211.17192 and, by
+block, 2403.10444.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..sampling import draw, pick, probabilities, speculative_accept
+from ..sampling import block_accept, draw, pick, probabilities, speculative_accept
 from .state import DecodeState, Step
 
 
@@ -106,10 +107,9 @@ def verify(
     target_probs = probabilities(logits, params)
     if draft_probs is None:
         draft_probs = target_probs[:, :0]
+    accept = block_accept if state.settings.verification == "block" else speculative_accept
     results = []
     for i in range(state.batch):
         k = draft_ids.shape[1] if state.remaining[i] > 1 else 0
-        results.append(
-            speculative_accept(draft_ids[i, :k], draft_probs[i, :k], target_probs[i, : k + 1], state.generators[i])
-        )
+        results.append(accept(draft_ids[i, :k], draft_probs[i, :k], target_probs[i, : k + 1], state.generators[i]))
     return [n for n, _ in results], torch.tensor([t for _, t in results], device=logits.device)

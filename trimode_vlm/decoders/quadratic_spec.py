@@ -45,7 +45,9 @@ def decode_quadratic_spec(state: DecodeState) -> Iterator[list[Step]]:
         drafting = k > 1 and max(state.remaining) > 1
         draft_ids, draft_probs = seed[:, None][:, :0], None
         if drafting and draft_logits is not None:
-            draft_ids, draft_probs = pick_drafts(state, draft_logits)
+            canvas = seed.new_full((state.batch, k), state.mask_token_id)
+            canvas[:, 0] = seed
+            draft_ids, draft_probs = pick_drafts(state, state.process_own(draft_logits, canvas))
         block = torch.cat((seed[:, None], draft_ids), 1)
         num_masks = k if drafting or mix < 1 else 0
         hidden = state.propose_from_each(block, num_masks, state.adapter)
@@ -61,7 +63,8 @@ def decode_quadratic_spec(state: DecodeState) -> Iterator[list[Step]]:
 def _verifier_logits(state: DecodeState, hidden: Tensor) -> Tensor:
     """Logits [B, R, V] of the token after each d_i; with verifier_mix < 1 of the mix of AR and first mask."""
     mix = state.settings.verifier_mix
+    ar_logits = state.causal_logits(hidden[:, :, 0])
     if mix == 1:
-        return state.logits(hidden[:, :, 0])
-    ar_probs, diffusion_probs = state.logits(hidden[:, :, :2]).float().softmax(-1).unbind(2)
-    return (mix * ar_probs + (1 - mix) * diffusion_probs).log()
+        return ar_logits
+    diffusion_logits = state.logits(hidden[:, :, 1])
+    return (mix * ar_logits.float().softmax(-1) + (1 - mix) * diffusion_logits.float().softmax(-1)).log()

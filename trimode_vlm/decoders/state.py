@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,10 @@ from torch import Tensor
 from ..cache import KVCache
 from ..draft_adapter import Delta, Deltas
 from ..lean_forward import LeanForward
+from ..logit_rules import RowRules, stacked_bias
 from ..model_inputs import positions
 from ..patterns import Pattern, block, causal, causal_or_block, quadratic
-from ..sampling import SamplingParams
+from ..sampling import SamplingParams, TokenLogprob, token_logprobs
 
 if TYPE_CHECKING:
     from ..model import TriModeVLM
@@ -32,6 +32,7 @@ class Settings:
     commit_rule: str = "confidence"
     entropy_bound: float = 0.1
     verifier_mix: float = 1.0
+    verification: str = "token"
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
@@ -41,7 +42,8 @@ class Step:
 
     `token_ids` are final and follow those of earlier steps. `num_forwards` counts the decode forwards that the row
     took part in since its last step. Diffusion shows its `canvas` (the mask token where nothing is committed);
-    self-speculation shows its `draft` and how many of it were accepted.
+    self-speculation shows its `draft` and how many of it were accepted. `logprobs` has an entry per token
+    where they are asked for.
     """
 
     row: int
@@ -50,9 +52,7 @@ class Step:
     canvas: list[int] | None = None
     draft: list[int] | None = None
     num_accepted: int | None = None
-
-
-LogitsHook = Callable[[int, Tensor, Tensor], Tensor]
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass
@@ -71,13 +71,16 @@ class DecodeState:
     remaining: list[int]
     settings: Settings
     banned: Tensor
-    logits_hook: LogitsHook | None = None
     lean: LeanForward | None = None
     adapter: Deltas | None = None
     finished: set[int] = field(default_factory=set)
     # Rows prefilled elsewhere that come in at the next border between rounds; see `join`.
     joining: list[DecodeState] = field(default_factory=list)
     num_forwards: int = 0
+    # One per row, or none at all.
+    rules: list[RowRules] = field(default_factory=list)
+    # What the head gave in the last causal forward [B, T, V], where log-probabilities are reported.
+    raw_logits: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -92,19 +95,26 @@ class DecodeState:
 
     def commit(self, ids_BT: Tensor) -> Tensor:
         """One causal forward, its keys written behind the lengths: logits [B, T, V] of each next token."""
-        return self._forward(ids_BT, causal(self.batch, ids_BT.shape[1], ids_BT.device, self.cache.offset))
+        pattern = causal(self.batch, ids_BT.shape[1], ids_BT.device, self.cache.offset)
+        return self.causal_logits(self._block_hidden(ids_BT, pattern))
 
     def propose(self, ids_BT: Tensor, adapter: Deltas | None = None) -> Tensor:
         """One bidirectional forward of a block over the prefix, not kept: logits [B, T, V] of each own token."""
-        return self._forward(ids_BT, block(self.batch, ids_BT.shape[1], ids_BT.device, self.cache.offset), adapter)
+        pattern = block(self.batch, ids_BT.shape[1], ids_BT.device, self.cache.offset)
+        return self.process_own(self.logits(self._block_hidden(ids_BT, pattern, adapter)), ids_BT)
 
     def propose_or_commit(self, ids_BT: Tensor, is_commit_B: Tensor) -> Tensor:
-        """One forward that is `commit` for the rows where `is_commit_B` and `propose` for the others."""
+        """One forward that is `commit` and `process` for the rows where `is_commit_B`, `propose` for the others."""
         if is_commit_B.all():
-            return self.commit(ids_BT)
+            return self.process(self.commit(ids_BT), ids_BT)
         if not is_commit_B.any():
             return self.propose(ids_BT)
-        return self._forward(ids_BT, causal_or_block(is_commit_B, ids_BT.shape[1], ids_BT.device, self.cache.offset))
+        pattern = causal_or_block(is_commit_B, ids_BT.shape[1], ids_BT.device, self.cache.offset)
+        logits = self.logits(self._block_hidden(ids_BT, pattern))
+        causal_logits, own_logits = self.process(logits, ids_BT), self.process_own(logits, ids_BT)
+        if causal_logits is own_logits:
+            return logits
+        return torch.where(is_commit_B[:, None, None], causal_logits, own_logits)
 
     def propose_from_each(self, ids_BR: Tensor, num_masks: int, adapter: Deltas | None = None) -> Tensor:
         """One quadratic forward of R rows [id, mask x num_masks]: hidden states [B, R, num_masks + 1, D].
@@ -125,14 +135,34 @@ class DecodeState:
         return hidden.unflatten(1, (R, num_masks + 1))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head, without the ids that no answer may hold: [..., D] -> [..., V]."""
-        logits = self.model.diffusion_head(hidden)
+        """The head, biased, without the ids that no answer may hold: [B, ..., D] -> [B, ..., V]."""
+        return self._allowed(self.model.diffusion_head(hidden))
+
+    def causal_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` of a causal forward [B, T, D], by which tokens are emitted."""
+        raw = self.model.diffusion_head(hidden)
+        if any(rules.num_top is not None for rules in self.rules):
+            self.raw_logits = raw
+        return self._allowed(raw)
+
+    def first_logits(self, raw_BV: Tensor) -> Tensor:
+        """What the head gave behind the prompts, biased and processed, for the first token of each row."""
+        for rules, raw in zip(self.rules, raw_BV, strict=True):
+            rules.first_logits = raw if rules.num_top is not None else None
+        no_ids = torch.empty(self.batch, 0, dtype=torch.long, device=raw_BV.device)
+        return self.process(self._allowed(raw_BV)[:, None], no_ids)[:, 0]
+
+    def _allowed(self, logits: Tensor) -> Tensor:
+        bias = stacked_bias(self.rules)
+        if bias is not None:
+            # In float32, as transformers adds it.
+            logits = logits + (bias if bias.dim() == 1 else bias.view(len(bias), *[1] * (logits.dim() - 2), -1))
         return logits.index_fill(-1, self.banned, float("-inf")) if self.banned.numel() else logits
 
-    def _forward(self, ids_BT: Tensor, pattern: Pattern, adapter: Deltas | None = None) -> Tensor:
+    def _block_hidden(self, ids_BT: Tensor, pattern: Pattern, adapter: Deltas | None = None) -> Tensor:
         B, T = ids_BT.shape
         place = positions(B, T, self.cache.offset, None, ids_BT.device)
-        return self.logits(self._hidden(ids_BT, place, pattern, adapter))
+        return self._hidden(ids_BT, place, pattern, adapter)
 
     def _hidden(self, ids_BT: Tensor, position_ids: Tensor, pattern: Pattern, adapter: Deltas | None = None) -> Tensor:
         self.num_forwards += 1
@@ -141,13 +171,49 @@ class DecodeState:
         return self.model.hidden(embeds, position_ids, pattern, self.cache, self.lean, adapter)
 
     def process(self, logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-        """Apply the user's logits processors to causal logits; position t has seen ids_BT[:, : t + 1] after the row."""
-        if self.logits_hook is None:
+        """What asks for the place or the tokens before it, on causal logits that have seen the block `ids_BT`.
+
+        Like `process_own`, to be called before the cache moves on: the block stands behind the lengths.
+        """
+        if not any(rules.act for rules in self.rules):
             return logits_BTV
-        rows = [
-            self.logits_hook(row, ids, logits) for row, ids, logits in zip(self.rows, ids_BT, logits_BTV, strict=True)
-        ]
-        return torch.stack(rows)
+        blocks = zip(self.rules, logits_BTV.float(), ids_BT.tolist(), self.cache.lengths, strict=True)
+        return torch.stack([rules.behind(logits, ids, length) for rules, logits, ids, length in blocks])
+
+    def process_own(self, logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+        """What asks for the place, on logits of the last places of the block `ids_BT`, each of its own token."""
+        if not any(rules.act for rules in self.rules):
+            return logits_BTV
+        blocks = zip(self.rules, logits_BTV.float(), ids_BT.tolist(), self.cache.lengths, strict=True)
+        mask_id = self.mask_token_id
+        return torch.stack([rules.own(logits, ids, length, mask_id) for rules, logits, ids, length in blocks])
+
+    def held(self, canvas_BT: Tensor) -> Tensor:
+        """Places of a canvas that must stay open for now: bool [B, T]; see RowRules.held."""
+        held = torch.zeros_like(canvas_BT, dtype=torch.bool)
+        if any(rules.thought and rules.act for rules in self.rules):
+            for i, (rules, ids) in enumerate(zip(self.rules, canvas_BT.tolist(), strict=True)):
+                place = rules.held(ids, self.cache.lengths[i], self.mask_token_id)
+                if place is not None:
+                    held[i, place] = True
+        return held
+
+    def report(self, steps: list[Step]) -> list[Step]:
+        """The steps with the log-probabilities of their tokens, where a row asks for them."""
+        if all(rules.num_top is None for rules in self.rules):
+            return steps
+        return [replace(step, logprobs=self._logprobs(self.rows.index(step.row), step.token_ids)) for step in steps]
+
+    def _logprobs(self, index: int, token_ids: list[int]) -> list[TokenLogprob] | None:
+        rules = self.rules[index]
+        if rules.num_top is None:
+            return None
+        if rules.first_logits is not None:
+            logits, rules.first_logits = rules.first_logits[None], None
+        else:
+            assert self.raw_logits is not None
+            logits = self.raw_logits[index, : len(token_ids)]
+        return token_logprobs(logits, token_ids, rules.num_top)
 
     def drop_finished(self) -> Tensor | None:
         """Remove the rows that the driver marked as finished; return the kept batch indices, None if all stay."""
@@ -158,6 +224,7 @@ class DecodeState:
         self.rows = [self.rows[i] for i in keep]
         self.generators = [self.generators[i] for i in keep]
         self.remaining = [self.remaining[i] for i in keep]
+        self.rules = [self.rules[i] for i in keep] if self.rules else []
         if keep:
             self.cache = self.cache.select(keep)
         self.next_logits = self.next_logits[index]
@@ -172,6 +239,7 @@ class DecodeState:
             self.rows = self.rows + new.rows
             self.generators = self.generators + new.generators
             self.remaining = self.remaining + new.remaining
+            self.rules = self.rules + new.rules
             self.next_logits = torch.cat((self.next_logits, new.next_logits))
         self.joining.clear()
         return self.batch - before

@@ -11,6 +11,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trimode_vlm.eval.metric_choice import mme, multiple_choice, multiple_choice_cot, realworldqa, yes_no
+from trimode_vlm.eval.metric_math import gsm8k
+from trimode_vlm.eval.metric_math import math as math_formula
+from trimode_vlm.eval.metric_mathvista import mathvista
+from trimode_vlm.eval.metric_mmmu import mmmu
+from trimode_vlm.eval.metric_text import anls, contains, exact_match, f1, normalise, ocrbench, relaxed_accuracy
+from trimode_vlm.eval.metric_vqa import vqa_accuracy
 from trimode_vlm.eval.scored import STYLES, Scored
 
 __all__ = ["METRICS", "STYLES", "Scored", "exact_match", "mean", "normalise", "score", "standard_error"]
@@ -40,21 +47,24 @@ def score(
     return METRICS[metric](prediction, gold, info or {}, style)
 
 
-def normalise(text: str) -> str:
-    """Text with LF line ends, without spaces at line ends and blank lines around it; all else stays, case included."""
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return "\n".join(line.rstrip() for line in lines).strip()
-
-
-def exact_match(prediction: str, gold: Any, info: Mapping[str, Any] | None = None, style: str = "vlmevalkit") -> Scored:
-    """1 if the normalised text equals (one of) the gold answers, in every style; an answer cut by its budget counts."""
-    answer = normalise(prediction)
-    golds = [gold] if isinstance(gold, str) else gold
-    right = any(answer == normalise(str(g)) for g in golds)
-    return Scored(float(right), answer if answer or right else None)
-
-
-METRICS: dict[str, Metric] = {"exact_match": exact_match}
+METRICS: dict[str, Metric] = {
+    "exact_match": exact_match,
+    "relaxed_accuracy": relaxed_accuracy,
+    "anls": anls,
+    "vqa_accuracy": vqa_accuracy,
+    "multiple_choice": multiple_choice,
+    "multiple_choice_cot": multiple_choice_cot,
+    "mmmu": mmmu,
+    "mathvista": mathvista,
+    "ocrbench": ocrbench,
+    "realworldqa": realworldqa,
+    "yes_no": yes_no,
+    "mme": mme,
+    "gsm8k": gsm8k,
+    "math": math_formula,
+    "contains": contains,
+    "f1": f1,
+}
 
 
 def mean(scores: Sequence[float]) -> float | None:

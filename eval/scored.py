@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 STYLES = ("vlmevalkit", "lmms", "strict")
-"""VLMEvalKit's rules without its LLM judge; lmms-eval's; our reading of each benchmark's own paper."""
+"""VLMEvalKit's rules without its LLM judge; lmms-eval's and lm-eval's; our reading of each benchmark's own paper."""
 
 
 @dataclass(frozen=True)
@@ -14,3 +16,22 @@ class Scored:
 
     score: float
     parsed: str | None
+
+
+def scored(score: float, parsed: str | None) -> Scored:
+    """A Scored in which an empty reading counts as none, unless it is right."""
+    return Scored(float(score), parsed if parsed or score else None)
+
+
+def golds(gold: Any) -> list[str]:
+    """The accepted answers as texts: a list of them, or a single one.
+
+    Raises:
+        ValueError: an empty list.
+    """
+    answers = (
+        [str(answer) for answer in gold] if isinstance(gold, Iterable) and not isinstance(gold, str) else [str(gold)]
+    )
+    if not answers:
+        raise ValueError("the list of accepted answers is empty")
+    return answers

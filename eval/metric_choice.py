@@ -178,7 +178,7 @@ def letter_lmms(text: str, choices: Mapping[str, str]) -> str | None:
 
 
 def letter_mmmu(text: str, choices: Mapping[str, str]) -> str | None:
-    """MMMU's own rule: the last letter of the best form, (A), A and a space, A.; else, in a long text, a choice in it."""
+    """MMMU's own rule: the last letter of the best form, (A), A and a space, A.; else, in a long text, a choice."""
     for mark in ",.!?;:'":
         text = text.strip(mark)
     text = f" {text} "

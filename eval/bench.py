@@ -14,16 +14,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimode_vlm.cli import UsageError, print_settings
+from trimode_vlm.cli import UsageError, check_dtype, print_settings
 
 EXAMPLES = """examples:
   trimode-vlm bench decode
   trimode-vlm bench decode --threads 1 --repeats 7 --json reports/decode.json
   trimode-vlm bench decode --quick
+  trimode-vlm bench decode --quantize int8
   trimode-vlm bench train
 """
 # The options of each beside those of all, with their defaults, and what --quick makes of them.
-DEFAULTS: dict[str, dict[str, Any]] = {"decode": {"new_tokens": 128, "samples": 8}, "train": {"samples": 4}}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "decode": {"new_tokens": 128, "samples": 8, "adapter": None, "quantize": None, "dtype": None},
+    "train": {"samples": 4},
+}
 QUICK: dict[str, dict[str, Any]] = {"decode": {"new_tokens": 8, "samples": 1}, "train": {"samples": 2}}
 
 
@@ -36,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=5, help="interleaved repetitions of every comparison (default 5)")
     add("--new-tokens", type=int, help="decode only: tokens per AR answer in the comparisons (default 128)")
     add("--samples", type=int, help="decode: held-out answers of over 200 tokens (default 8); train: rows (default 4)")
+    add("--adapter", help="decode: also draft with this adapter, a PEFT folder or auto")
+    add("--quantize", help="decode: also with text layers in int8, int4 or 4bit")
+    add("--dtype", help="decode: such as bfloat16 (default: the checkpoint's)")
     add("--seed", type=int, default=0, help="which held-out samples, or which random rows (default 0)")
     add("--json", metavar="FILE", help="also write the JSON document to this file")
     add("--quick", action="store_true", help="one repetition of everything, small sizes: shows that it runs, no more")
@@ -83,6 +90,7 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    check_dtype(args.dtype)
     if args.json is not None and (not Path(args.json).parent.is_dir() or Path(args.json).is_dir()):
         raise UsageError(f"--json {args.json}: not a file in a folder that exists")
     if args.quick:

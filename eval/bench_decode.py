@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trimode_vlm.eval.timing import bare_products, interleaved, repeat, token_weights
+from trimode_vlm.quantize import text_weight_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,12 @@ def bench_decode(args: argparse.Namespace, note: Callable[[str, str, dict[str, A
     """All comparisons of `bench decode`, each handed to `note(name, title, values)` as it is measured."""
     import trimode_vlm
 
-    model, processor = trimode_vlm.load(args.model)
+    model, processor = trimode_vlm.load(args.model, dtype=args.dtype)
+    variants = {"": model}
+    if args.adapter:
+        variants["adapter"] = _with_adapter(args.model, args.adapter, args.dtype)
+    if args.quantize:
+        variants[args.quantize], _ = trimode_vlm.load(args.model, dtype=args.dtype, quantize=args.quantize)
     prompts = long_prompts(processor, args.samples, args.seed)
     note("ceiling", "the ceiling", ceiling(model, args.repeats))
     title = "AR against transformers' generate on the same weights and the same prompt with its picture"
@@ -42,9 +48,23 @@ def bench_decode(args: argparse.Namespace, note: Callable[[str, str, dict[str, A
     title = "AR against transformers' generate and against bare matrix products, random 130M model"
     note("random_130m_ar", title, bench_random(args))
     title = f"modes on held-out answers of over {LONG_ANSWER_TOKENS} tokens"
-    note("long_answers", title, compare_modes(model, prompts, args.repeats))
+    note("long_answers", title, compare_modes(variants, prompts, args.repeats))
     title = "one cached forward by block length"
     note("cost_by_block_length", title, cost_by_block_length(model, prompts[0], args.repeats))
+
+
+def _with_adapter(path: str, adapter: str, dtype: str | None) -> Any:
+    """The same model with its draft adapter.
+
+    Raises:
+        ValueError: "auto" finds none, so there would be nothing to measure.
+    """
+    import trimode_vlm
+
+    model, _ = trimode_vlm.load(path, dtype=dtype, adapter=adapter)
+    if model.draft_adapter is None:
+        raise ValueError(f"{path} has no draft adapter beside its weights: name its folder with --adapter")
+    return model
 
 
 def ceiling(model: Any, repeats: int) -> dict[str, Any]:
@@ -158,28 +178,45 @@ def long_prompts(processor: Any, samples: int, seed: int) -> list[dict[str, Any]
         index += 1
 
 
-def compare_modes(model: Any, prompts: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
-    """Milliseconds per token of each mode over the same prompts, whole calls and without the prefill."""
-    outputs: dict[str, list[Any]] = {}
+def compare_modes(variants: Mapping[str, Any], prompts: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
+    """Milliseconds per token of each mode over the same prompts, whole calls and without the prefill.
 
-    def answer(mode: str, **budget: int) -> Callable[[], None]:
+    Args:
+        variants: models by name, the plain one under "": "linear_spec int8" is linear_spec of the variant "int8". All
+            answer in turn; the variant "adapter" drafts with its adapter, so only linear_spec is asked of it.
+    """
+    outputs: dict[str, list[Any]] = {}
+    runs = {
+        f"{mode} {variant}".strip(): (variant, mode)
+        for variant in variants
+        for mode in (("linear_spec",) if variant == "adapter" else MODES)
+    }
+
+    def answer(run: str, variant: str, mode: str, max_new_tokens: int = 1024) -> Callable[[], None]:
         def call() -> None:
-            outputs[mode] = [model.generate(**i, mode=mode, **({"max_new_tokens": 1024} | budget)) for i in prompts]
+            chosen: dict[str, Any] = {"mode": mode, "max_new_tokens": max_new_tokens}
+            outputs[run] = [variants[variant].generate(**inputs, **chosen) for inputs in prompts]
 
         return call
 
-    prefill = interleaved({"prefill": answer("ar", max_new_tokens=1)}, repeats)["prefill"]
-    seconds = interleaved({mode: answer(mode) for mode in MODES}, repeats)
-    tokens = {mode: sum(out.num_new_tokens[0] for out in outputs[mode]) for mode in MODES}
-    forwards = {mode: sum(out.nfe[0] - out.nfe_prefill[0] for out in outputs[mode]) for mode in MODES}
-    whole = {mode: seconds[mode] / tokens[mode] * 1e3 for mode in MODES}
-    decode = {mode: (seconds[mode] - prefill) / (tokens[mode] - len(prompts)) * 1e3 for mode in MODES}
-    pairs = zip(outputs["ar"], outputs["linear_spec"], strict=True)
+    prefill = interleaved({name: answer("prefill", name, "ar", max_new_tokens=1) for name in variants}, repeats)
+    seconds = interleaved({run: answer(run, *choice) for run, choice in runs.items()}, repeats)
+    tokens = {run: sum(out.num_new_tokens[0] for out in outputs[run]) for run in runs}
+    forwards = {run: sum(out.nfe[0] - out.nfe_prefill[0] for out in outputs[run]) for run in runs}
+    whole = {run: seconds[run] / tokens[run] * 1e3 for run in runs}
+    decode = {
+        run: (seconds[run] - prefill[variant]) / (tokens[run] - len(prompts)) * 1e3
+        for run, (variant, _) in runs.items()
+    }
+    ids = {run: [out.sequences.tolist() for out in outputs[run]] for run in runs}
     return {
         "answers": len(prompts),
         "tokens": tokens,
-        "tpf_decode": {mode: (tokens[mode] - len(prompts)) / max(forwards[mode], 1) for mode in MODES},
-        "linear_spec_equals_ar": all(a.sequences.tolist() == b.sequences.tolist() for a, b in pairs),
+        "tpf_decode": {run: (tokens[run] - len(prompts)) / max(forwards[run], 1) for run in runs},
+        "answers_equal_to_ar": {
+            run: sum(a == b for a, b in zip(ids[run], ids["ar"], strict=True)) for run in runs if run != "ar"
+        },
+        "text_weights_mb": {name or "plain": text_weight_bytes(model) / 1e6 for name, model in variants.items()},
         "ms_per_token": whole,
         "ms_per_token_without_prefill": decode,
         "ar_over_linear_spec": whole["ar"] / whole["linear_spec"],

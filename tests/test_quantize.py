@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from trimode_vlm import load
 from trimode_vlm.draft_adapter import DraftAdapter
-from trimode_vlm.quantize import check_quantize, quantize_model
+from trimode_vlm.quantize import check_quantize, quantize_model, text_weight_bytes
 
 pytest.importorskip("torchao")
 
@@ -155,6 +155,7 @@ def test_load_quantises_after_the_adapter_and_the_weights_are_small(kind: str, t
     assert after.keys() == before.keys()
     weights = sum(before[name].numel() for name in linears)
     stored = sum(stored_bytes(after[name]) for name in linears)
+    assert text_weight_bytes(model) - stored == text_weight_bytes(plain) - 4 * weights == 4 * 4 * 32
     # int8 keeps a scale and a zero (5 bytes) for each row of 32 or 64; int4 both (8 bytes) for each 32 weights.
     overhead = weights / 32 * (5 if kind == "int8" else 8)
     assert weights * BITS[kind] / 8 < stored <= weights * BITS[kind] / 8 + overhead

@@ -70,6 +70,17 @@ def quantize_model(model: Any, kind: str, device: str | torch.device | None = No
     model.quantized = kind
 
 
+def text_weight_bytes(model: Any) -> int:
+    """What the weights of the text decoder's layers take in memory, scales and zeros included."""
+    return sum(_bytes(parameter) for parameter in model.encoder.layers.parameters())
+
+
+def _bytes(weight: torch.Tensor) -> int:
+    names = [*getattr(weight, "tensor_data_names", []), *getattr(weight, "optional_tensor_data_names", [])]
+    parts = [part for name in names if (part := getattr(weight, name, None)) is not None]
+    return sum(part.nbytes for part in parts) if parts else weight.nbytes
+
+
 def _torchao_config(kind: str, device_type: str) -> Any:
     """Without torchao's settings for torch.compile, which would change how all of the process multiplies matrices."""
     if kind == "int8":

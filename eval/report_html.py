@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -41,6 +41,7 @@ def page(report: Mapping[str, Any]) -> str:
     template = environment.from_string((files("trimode_vlm.eval") / "report.html").read_text(encoding="utf-8"))
     return template.render(
         report=report,
+        samples={task: _without_repeats(samples) for task, samples in report["samples"].items()},
         modes=list(report["pooled"]),
         cards=_cards(report),
         colors=COLORS,
@@ -77,6 +78,19 @@ def as_text(value: Any) -> str:
 def numeric_columns(table: report_tables.Table) -> list[bool]:
     """Which columns hold numbers only."""
     return [all(_NUMBER.fullmatch(row[i].strip("*")) for row in table.rows) for i in range(len(table.head))]
+
+
+def _without_repeats(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Samples in which a mode's answer that another mode gave before names that mode."""
+    shown = []
+    for sample in samples:
+        first: dict[str, str] = {}
+        answers = {}
+        for mode, answer in sample["answers"].items():
+            other = first.setdefault(answer["prediction"], mode)
+            answers[mode] = answer if other == mode else {**answer, "same_as": other}
+        shown.append({**sample, "answers": answers})
+    return shown
 
 
 def _cards(report: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -44,9 +44,10 @@ class LearnedSamplerSettings(FitSettings, SamplerConfig):
 
     data: conversations whose answers are walked; tasks: weights of nano's own tasks, made on the fly, in place of data.
     samples: how many of them (at most one epoch of the data). shard_samples: of one file of trajectories.
-    states_per_block: states kept of a walk through a block. trajectories: their folder, which runs of other networks
-    may share; None: out/trajectories. install: also put the sampler into the model's own folder, where load finds it (a
-    local folder; the shipped nano stays as it is).
+    states_per_block: states kept of a walk through a block. batch_blocks: walked together, each with its own copy of
+    the keys before it. trajectories: their folder, which runs of other networks may share; None: out/trajectories.
+    install: also put the sampler into the model's own folder, where load finds it (a local folder; the shipped nano
+    stays as it is).
     """
 
     recipe: str = "learned_sampler"
@@ -61,6 +62,7 @@ class LearnedSamplerSettings(FitSettings, SamplerConfig):
     samples: int = 10_000
     shard_samples: int = 50
     states_per_block: int = 8
+    batch_blocks: int = 16
     trajectories: str | None = None
     install: bool = True
     seed: int = 0
@@ -89,7 +91,7 @@ class LearnedSamplerSettings(FitSettings, SamplerConfig):
             raise ValueError(f"block_length must be at least 2, got {self.block_length}")
         check_range(self, 1, math.inf, "samples", "states_per_block", "epochs", "batch_states")
         check_range(self, 1, SLOTS_PER_STEP, "shard_samples")
-        check_range(self, 1, math.inf, "patience", "threads")
+        check_range(self, 1, math.inf, "batch_blocks", "patience", "threads")
         check_range(self, 2, math.inf, "max_length")
         check_range(self, 0, math.inf, "lr", without_low=True)
         check_range(self, 0, math.inf, "weight_decay", "workers")
@@ -175,6 +177,7 @@ def collect_shards(model: Any, source: Source, folder: Path, settings: LearnedSa
     how = Collection(
         block_length=settings.block_length,
         states_per_block=settings.states_per_block,
+        batch_blocks=settings.batch_blocks,
         seed=settings.seed,
         end_token_ids=[] if ends is None else [ends] if isinstance(ends, int) else list(ends),
     )

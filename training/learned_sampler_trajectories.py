@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trimode_vlm.cache import KVCache
 from trimode_vlm.decoders import DecodeState, Settings
 from trimode_vlm.lean_forward import lean_forward
 from trimode_vlm.learned_sampler import look
@@ -34,8 +35,6 @@ from trimode_vlm.training.corruption import noise_generator
 from trimode_vlm.training.data import Encoded, Source
 
 POLICIES = ("serial", "truth")
-BATCH_BLOCKS = 16
-"""Blocks that are walked together, as rows over copies of one prefix."""
 
 States = dict[str, Tensor]
 """N states of blocks of k tokens.
@@ -48,81 +47,109 @@ a fingerprint, the same for the same question; start [N]: the block's position; 
 
 @dataclass(frozen=True, kw_only=True)
 class Collection:
-    """How trajectories are made. states_per_block: at most so many states of each walk, the first among them."""
+    """How trajectories are made.
+
+    states_per_block: at most so many states of each walk, the first among them. batch_blocks: walked together, each
+    with a copy of what stands before it.
+    """
 
     block_length: int
     states_per_block: int
+    batch_blocks: int
     seed: int
     end_token_ids: Sequence[int]
 
 
+@dataclass(frozen=True)
+class Block:
+    """A block of an answer before it is walked: the cache of its whole sample, and where it begins in it.
+
+    truth: its tokens in the data [k], -1 behind the answer's end, where all is as good.
+    """
+
+    cache: KVCache
+    start: int
+    truth: Tensor
+    sample_id: int
+    prompt: int
+
+
 @torch.inference_mode()
-def walk_sample(model: Any, sample: Encoded, how: Collection) -> States:
-    """The states of all blocks of a sample's answers."""
-    sizes = [tuple(pixels.shape[-2:]) for pixels in sample.images]
-    counts = image_token_counts(model.config, sizes) if sizes else []  # type: ignore[arg-type]
+def walk(model: Any, samples: Sequence[Encoded], how: Collection) -> States:
+    """The states of all blocks of the samples' answers."""
+    lean = lean_forward(model.encoder)
+    parts: list[States] = []
+    waiting: list[Block] = []
+    for number, sample in enumerate(samples, start=1):
+        waiting += _blocks_of(model, sample, how, lean)
+        while len(waiting) >= how.batch_blocks or (waiting and number == len(samples)):
+            batch, waiting = waiting[: how.batch_blocks], waiting[how.batch_blocks :]
+            parts += _walk_blocks(_decode_state(model, batch, how, lean), batch, how)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _blocks_of(model: Any, sample: Encoded, how: Collection, lean: Any) -> list[Block]:
+    """One causal forward of the sample, and the blocks of its answers as decoding would cut them."""
+    sizes = [(int(pixels.shape[-2]), int(pixels.shape[-1])) for pixels in sample.images]
+    counts = image_token_counts(model.config, sizes) if sizes else []
     prompt = Prompt(sample.input_ids, list(sample.images), counts)
     runs = response_runs(torch.tensor(sample.loss_mask))
-    starts = [(start, end) for first, end in runs for start in range(first, end, how.block_length)]
-    lean = lean_forward(model.encoder)
     cache, _ = prefill(model, [prompt], None, how.block_length, lean)
     fingerprint = _fingerprint(sample.input_ids[: runs[0][0]], prompt.digests)
-    parts = []
-    for i in range(0, len(starts), BATCH_BLOCKS):
-        chosen = starts[i : i + BATCH_BLOCKS]
-        rows = cache.select([0] * len(chosen))
-        rows.set_lengths([start for start, _ in chosen])
-        state = _decode_state(model, rows, how, lean)
-        truth = torch.full((len(chosen), how.block_length), -1)
-        for row, (start, end) in zip(truth, chosen, strict=True):
+    blocks = []
+    for first, end in runs:
+        for start in range(first, end, how.block_length):
             tokens = sample.input_ids[start : min(end, start + how.block_length)]
-            row[: len(tokens)] = torch.tensor(tokens)
-        parts += _walk_blocks(state, truth.to(model.device), [start for start, _ in chosen], how, sample.sample_id)
-    states = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return states | {"prompt": torch.full((len(states["start"]),), fingerprint)}
+            truth = torch.tensor(tokens + [-1] * (how.block_length - len(tokens)))
+            blocks.append(Block(cache, start, truth.to(model.device), sample.sample_id, fingerprint))
+    return blocks
 
 
-def _decode_state(model: Any, cache: Any, how: Collection, lean: Any) -> DecodeState:
+def _decode_state(model: Any, blocks: Sequence[Block], how: Collection, lean: Any) -> DecodeState:
+    """A row for each block, over what stands before it."""
+    cache = blocks[0].cache.select([0])
+    for block in blocks[1:]:
+        cache = cache.join(block.cache)
+    cache.set_lengths([block.start for block in blocks])
     banned = torch.tensor(model.config.banned_ids(how.end_token_ids), dtype=torch.long, device=model.device)
     return DecodeState(
         model=model,
         cache=cache,
-        rows=list(range(cache.batch)),
+        rows=list(range(len(blocks))),
         next_logits=torch.empty(0, device=model.device),
         generators=[],
-        remaining=[how.block_length] * cache.batch,
+        remaining=[how.block_length] * len(blocks),
         settings=Settings(block_length=how.block_length, threshold=None),
         banned=banned,
         lean=lean,
     )
 
 
-def _walk_blocks(
-    state: DecodeState, truth: Tensor, starts: list[int], how: Collection, sample_id: int
-) -> Iterator[States]:
-    """Both walks of the blocks whose tokens `truth` [R, k] knows, -1 behind an answer's end, where all is as good."""
+def _walk_blocks(state: DecodeState, blocks: Sequence[Block], how: Collection) -> Iterator[States]:
+    """The states of both walks of each block."""
+    truth = torch.stack([block.truth for block in blocks])
 
     def surest(tokens: Tensor, sure: Tensor) -> Tensor:
         return torch.zeros_like(tokens, dtype=torch.bool).scatter(-1, sure.argmax(-1, keepdim=True), True)
 
     def true_ones(tokens: Tensor, sure: Tensor) -> Tensor:
-        matches = (tokens == truth) | (truth < 0)
-        return surest(tokens, sure) | matches
+        """All that is true; the surest too, which decoding always commits."""
+        return surest(tokens, sure) | (tokens == truth) | (truth < 0)
 
     serial, target = _walk(state, truth[:, 0], surest)
     for policy, steps in enumerate((serial, _walk(state, truth[:, 0], true_ones)[0])):
-        for row, start in enumerate(starts):
-            own = [n for n, step in enumerate(steps) if bool(step["masked"][row].any())]
-            # Both walks begin with the same state.
-            own = own[policy:]
-            generator = noise_generator(how.seed, policy, sample_id, f"states/{start}")
+        for row, block in enumerate(blocks):
+            # Both walks begin with the same state: it is kept of the serial one.
+            own = [n for n, step in enumerate(steps) if bool(step["masked"][row].any())][policy:]
+            generator = noise_generator(how.seed, policy, block.sample_id, f"states/{block.start}")
             order = torch.randperm(max(len(own) - 1, 0), generator=generator)[: how.states_per_block - 1]
             kept = [own[i] for i in [0, *sorted((order + 1).tolist())]] if own else []
             if not kept:
                 continue
             yield {name: torch.stack([steps[n][name][row] for n in kept]).cpu() for name in serial[0]} | {
                 "target": target[row].int().cpu().expand(len(kept), -1),
-                "start": torch.full((len(kept),), start, dtype=torch.int32),
+                "prompt": torch.full((len(kept),), block.prompt),
+                "start": torch.full((len(kept),), block.start, dtype=torch.int32),
                 "policy": torch.full((len(kept),), policy, dtype=torch.uint8),
                 "step": torch.tensor(kept, dtype=torch.int32),
             }
@@ -196,8 +223,7 @@ def collect(
         samples = source.draw(number, 0, 1)
         if limit is not None:
             samples = samples[: limit - number * len(samples)]
-        parts = [walk_sample(model, sample, how) for sample in samples]
-        states = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+        states = walk(model, samples, how)
         scratch = path.with_suffix(".tmp")
         save_file(states, scratch, metadata={"made_by": made_by})
         os.replace(scratch, path)

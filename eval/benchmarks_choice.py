@@ -35,6 +35,11 @@ def ai2d_answer(row: Row) -> Answer:
     return choice_answer(row | {"answer": int(answer) if answer.isdigit() else answer}, choices_of(row))
 
 
+def subject_of(row: Row) -> str | None:
+    """The subject, which a TSV calls its category."""
+    return text_or_none(row.get("subject")) or text_or_none(row.get("category"))
+
+
 def numbered_images(row: Row) -> list[Any]:
     """image_1 to image_7, None where there is none."""
     return [row.get(f"image_{n}") for n in range(1, MAX_IMAGES + 1)]
@@ -47,8 +52,7 @@ def mmmu_prompt(row: Row) -> str:
 
 def mmmu_answer(row: Row) -> Answer:
     """A letter, or the accepted answers of an open question; the subject stands in the id: validation_Accounting_1."""
-    subject = text_or_none(row.get("subject")) or text_or_none(row.get("category"))
-    subject = subject or re.sub(r"^(dev|validation|test)_|_\d+$", "", str(row.get("id", ""))) or None
+    subject = subject_of(row) or re.sub(r"^(dev|validation|test)_|_\d+$", "", str(row.get("id", ""))) or None
     if _has_options(row):
         return choice_answer(row, choices_of(row), subject, question_type="multiple-choice")
     gold = [str(answer) for answer in as_list(row["answer"])]
@@ -81,7 +85,9 @@ def mmstar_prompt(row: Row) -> str:
 def mmstar_answer(row: Row) -> Answer:
     """A letter; the options stand in the question's text."""
     choices = choices_of(row) if row.get("options") else listed_choices(row["question"])
-    return choice_answer(row, choices or list("ABCD"), text_or_none(row["category"]))
+    if choices:
+        return choice_answer(row, choices, text_or_none(row["category"]))
+    return Answer(gold=str(row["answer"]).strip(), category=text_or_none(row["category"]))
 
 
 def scienceqa_prompt(row: Row) -> str:
@@ -128,7 +134,7 @@ BENCHMARKS = (
         source=Source(path="MMMU/MMMU_Pro", config="vision"),
         columns=("image", "options", "answer"),
         prompt=lambda row: STEP_BY_STEP,
-        answer=lambda row: choice_answer(row, choices_of(row), text_or_none(row.get("subject"))),
+        answer=lambda row: choice_answer(row, choices_of(row), subject_of(row)),
         metric="multiple_choice_cot",
         max_new_tokens=LONG_ANSWER_TOKENS,
     ),
@@ -154,7 +160,7 @@ BENCHMARKS = (
         source=Source(path="lmms-lab/ScienceQA", config="ScienceQA-IMG"),
         columns=("image", "question", "choices", "answer"),
         prompt=scienceqa_prompt,
-        answer=lambda row: choice_answer(row, choices_of(row, "choices"), text_or_none(row.get("subject"))),
+        answer=lambda row: choice_answer(row, choices_of(row, "choices"), subject_of(row)),
         metric="multiple_choice",
     ),
 )

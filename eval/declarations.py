@@ -17,6 +17,7 @@ SHORT_SUFFIX = "\nAnswer the question using a single word or phrase."
 # Enough for a model that explains itself although it was asked not to: an answer cut short is scored as it is.
 SHORT_ANSWER_TOKENS = 128
 LONG_ANSWER_TOKENS = 2048
+ID_COLUMNS = ("question_id", "questionId", "pid", "unique_id", "id", "index")
 _PLACEHOLDER = re.compile(r"<image (\d+)>")
 
 
@@ -76,7 +77,8 @@ class Benchmark:
             except (ValueError, TypeError, KeyError) as error:
                 what = f"no {error}" if isinstance(error, KeyError) else str(error)
                 raise ValueError(f"{rows.name(index)}: {what}") from error
-            return Example(id=index, messages=messages, gold=answer.gold, category=answer.category, info=answer.info)
+            info = {"question_id": question_id(row), **answer.info}
+            return Example(id=index, messages=messages, gold=answer.gold, category=answer.category, info=info)
 
         return EvalTask(
             name=self.name,
@@ -87,6 +89,11 @@ class Benchmark:
             max_new_tokens=said.get("max_new_tokens", self.max_new_tokens),
             macro=self.macro,
         )
+
+
+def question_id(row: Row) -> str | None:
+    """What the data itself calls the row."""
+    return next((str(row[name]) for name in ID_COLUMNS if row.get(name) is not None), None)
 
 
 def conversation(prompt: str, images: Sequence[Any], placeholders: bool = False) -> Messages:
@@ -145,17 +152,17 @@ def choice_answer(row: Row, choices: Sequence[str], category: str | None = None,
 
 
 def listed_choices(text: str) -> list[str]:
-    """The options that a text itself lists as `A: one, B: two`, `A. one` or `(A) one`; [] where it lists none."""
+    """The options that a text itself lists last as `A: one, B: two`, `A. one` or `(A) one`; [] where it lists none."""
+    lists = []
     for marker in (r"\(([A-Z])\)\s*", r"(?:^|[\s,])([A-Z])[:.]\s+"):
         found = list(re.finditer(marker, text))
         starts = [place for place, match in enumerate(found) if match[1] == "A"]
         run = found[starts[-1] :] if starts else []
-        letters = "".join(match[1] for match in run)
-        if len(run) > 1 and LETTERS.startswith(letters):
+        if len(run) > 1 and LETTERS.startswith("".join(match[1] for match in run)):
             ends = [match.start() for match in run[1:]] + [len(text)]
             texts = [text[match.end() : end].strip() for match, end in zip(run, ends, strict=True)]
-            return [option.partition("\n")[0].rstrip(" ,") for option in texts]
-    return []
+            lists.append((run[0].start(), [option.partition("\n")[0].rstrip(" ,") for option in texts]))
+    return max(lists, default=(0, []))[1]
 
 
 def text_or_none(value: Any) -> str | None:

@@ -129,9 +129,6 @@ def _open_folder(folder: Path, config: str | None, split: str, task: str) -> tup
     """Open a local copy: of the hub's repository, of `save_to_disk`, or files that name neither config nor split."""
     import datasets
 
-    if config and (folder / config).is_dir() and not (folder / "README.md").is_file():
-        # Without the card that tells them apart, `datasets` would mix the folders of all configurations.
-        return _open_folder(folder / config, None, split, task)
     if (folder / "dataset_dict.json").is_file():
         splits = list(datasets.load_from_disk(str(folder)))
     elif (folder / "state.json").is_file() or any(_is_json(file) for file in folder.iterdir()):
@@ -139,9 +136,13 @@ def _open_folder(folder: Path, config: str | None, split: str, task: str) -> tup
     else:
         try:
             configs = datasets.get_dataset_config_names(str(folder))
-            config = config if config in configs else None
+            if config and config not in configs:
+                if (folder / config).is_dir():
+                    # Without a card that tells them apart, `datasets` would mix the folders of all configurations.
+                    return _open_folder(folder / config, None, split, task)
+                config = None
             if config is None and len(configs) > 1:
-                raise ValueError(f"it has the configurations {', '.join(configs)}; name one by config:")
+                raise ValueError(f"it has the configurations {', '.join(configs)}; name one by config: in a YAML file")
             splits = datasets.get_dataset_split_names(str(folder), config)
         except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
             raise ValueError(f"{task}: {folder}: cannot be opened ({' '.join(str(error).split())[:300]})") from None

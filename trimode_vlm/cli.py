@@ -220,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
-    argv = [arg for arg in argv if arg != "--debug"]
+    # DeepSpeed's launcher puts its --local_rank=N first; it sets LOCAL_RANK as well.
+    argv = [arg for arg in argv if arg != "--debug" and not arg.startswith("--local_rank=")]
     command = " ".join(["trimode-vlm", *argv[:1]]) if argv and argv[0] in COMMANDS else "trimode-vlm"
 
     def show_warning(message: Warning | str, *place: Any, **options: Any) -> None:

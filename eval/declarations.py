@@ -84,6 +84,7 @@ class Benchmark:
             name=self.name,
             example=example,
             num_rows=rows.__len__,
+            fingerprint=rows.fingerprint,
             metric=self.metric,
             needs_image=self.images is not no_image,
             max_new_tokens=said.get("max_new_tokens", self.max_new_tokens),

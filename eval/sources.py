@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -88,6 +89,16 @@ class Rows:
             ValueError: there is no such file, or it is a URL.
         """
         return ImageFinder(self._opened()[2], self.source.images).find(as_picture(value))
+
+    def fingerprint(self) -> str:
+        """Changes when the source does, or its files by size and time, or the data set that the hub gives."""
+        place = Path(self.source.path).expanduser()
+        if place.exists():
+            files = sorted(file for file in place.rglob("*") if file.is_file()) if place.is_dir() else [place]
+            state = repr([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+        else:
+            state = str(getattr(getattr(self._opened()[0], "dataset", None), "_fingerprint", None))
+        return hashlib.sha256(f"{self.source} {state}".encode()).hexdigest()[:16]
 
     def _opened(self) -> tuple[Any, str, Path]:
         source = self.source

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, default=2, help="prompts per task (default 2)")
     add("--seed", type=int, default=0, help="which held-out prompts (default 0)")
     add("--block-lengths", default="4,8,16,32", help="comma-separated (default 4,8,16,32)")
-    add("--thresholds", default="0.9,0.7,0.5", help="confidences of the real diffusion sampler (default 0.9,0.7,0.5)")
+    add("--thresholds", default="0.9,0.7,0.5", help="of the real diffusion samplers (default 0.9,0.7,0.5)")
+    add("--sampler", metavar="FOLDER", help="learned sampler; default: learned_sampler/ beside the weights, if there")
     add("--budget", type=int, default=5000, help="simulated forwards per block; beyond it nothing is safe (5000)")
     add("--probes", type=int, default=1, help="prefixes tried together as rows of one batch (default 1: bisection)")
     add("--max-new-tokens", type=int, help="budget of every answer; default: the task's")
@@ -50,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     print_settings(settings)
     import trimode_vlm
 
-    model, processor = trimode_vlm.load(args.model, dtype=args.dtype, device=args.device)
+    model, processor = trimode_vlm.load(
+        args.model, dtype=args.dtype, device=args.device, sampler=args.sampler or "auto"
+    )
     result = sol_report.build(settings, list(measure(model, processor, tasks, args)))
     text = json.dumps(result)
     # Before the files, whose disk may be full by now: the measurement is not lost then.
@@ -98,12 +101,15 @@ def _numbers(text: str, kind: Callable[[str], Any], option: str, least: float, m
     return list(dict.fromkeys(values))
 
 
-def samplers(block_length: int, thresholds: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """generate()'s options of every real sampler, by name."""
+def samplers(block_length: int, thresholds: Sequence[float], longest_learned: int = 0) -> dict[str, dict[str, Any]]:
+    """generate()'s options of every real sampler, by name; the learned one for blocks that it knows."""
     from trimode_vlm.decoders import DECODERS
 
     found: dict[str, dict[str, Any]] = {"serial": {"mode": "diffusion", "threshold": None}}
     found |= {f"threshold {value:g}": {"mode": "diffusion", "threshold": value} for value in thresholds}
+    if block_length <= longest_learned:
+        learned = {"mode": "diffusion", "commit_rule": "learned"}
+        found |= {f"learned {value:g}": {**learned, "threshold": value} for value in thresholds}
     found |= {mode: {"mode": mode} for mode in ("linear_spec", "quadratic_spec") if mode in DECODERS}
     return {name: {**options, "block_length": block_length} for name, options in found.items()}
 
@@ -166,7 +172,9 @@ def _answers(
             "over_budget_blocks": sum(block.cut_simulations > 0 for block in blocks),
         },
     )
-    for name, options in samplers(block_length, args.thresholds).items():
+    learned = model.learned_sampler
+    longest_learned = learned.config.block_length if learned is not None else 0
+    for name, options in samplers(block_length, args.thresholds, longest_learned).items():
         out = model.generate(**inputs, **options, max_new_tokens=budget, do_sample=False)
         count = out.num_new_tokens[0]
         ids = out.sequences[0, inputs["input_ids"].shape[1] :][:count].tolist()

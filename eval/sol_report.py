@@ -142,6 +142,8 @@ def _sampler_table(lengths: Mapping[str, Any]) -> str:
     rows = []
     for length, cells in lengths.items():
         for name, c in cells.items():
+            if not c["prompts"]:
+                continue  # a learned sampler beyond the blocks that it knows
             row = [
                 length,
                 name,
@@ -239,7 +241,8 @@ def plot(result: Result, path: Path) -> None:
 def _draw_tasks(axis: Any, groups: Mapping[str, Any], length: str) -> None:
     tasks = [name for name in groups if name != "all" and not name.startswith(">")][::-1]
     names = [n for n in groups["all"][length] if n != "serial"]
-    shown = [ORACLE, *[n for n in names if n.startswith("threshold")][:1], *[n for n in names if n == "linear_spec"]]
+    firsts = [[n for n in names if n.startswith(kind)][:1] for kind in ("threshold", "learned", "linear_spec")]
+    shown = [ORACLE, *sum(firsts, [])]
     height = 0.8 / len(shown)
     for i, name in enumerate(shown):
         values = [groups[task][length][name]["acceptance"] or 0 for task in tasks]
@@ -252,14 +255,17 @@ def _draw_tasks(axis: Any, groups: Mapping[str, Any], length: str) -> None:
 
 # Okabe and Ito's colours, which stay apart for colour-blind eyes and in print.
 _THRESHOLD_COLORS = ("#D55E00", "#E69F00", "#CC79A7", "black")
+_LEARNED_COLORS = ("#882255", "#999933", "#44AA99", "#332288")
 
 
 def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Colour and line of each sampler."""
     fixed = {ORACLE: ("#BBBBBB", "-"), "serial": ("#56B4E9", ":"), "linear_spec": ("#0072B2", "--"),
              "quadratic_spec": ("#009E73", "--")}  # fmt: skip
-    thresholds = [name for name in names if name not in fixed]
-    colors = {name: (_THRESHOLD_COLORS[i % 4], "-") for i, name in enumerate(thresholds)}
+    colors = {}
+    for kind, palette, line in (("threshold", _THRESHOLD_COLORS, "-"), ("learned", _LEARNED_COLORS, "-.")):
+        own = [name for name in names if name.startswith(kind)]
+        colors |= {name: (palette[i % 4], line) for i, name in enumerate(own)}
     return {name: fixed.get(name) or colors[name] for name in names}
 
 

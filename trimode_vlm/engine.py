@@ -121,6 +121,10 @@ class Engine:
             self._wake.notify()
         return request
 
+    @property
+    def is_closing(self) -> bool:
+        return self._closing is not None
+
     def stats(self) -> dict[str, Any]:
         """Gauges and sums, ready for JSON."""
         groups = list(self._groups.values())

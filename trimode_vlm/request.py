@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .detokenizer import IncrementalDetokenizer
 from .generation import Generation, StreamEvent, TriModeGenerateOutput
+from .stops import make_stopper
 
 
 class RequestError(RuntimeError):
@@ -44,9 +46,11 @@ class Request:
         self._input_ids = input_ids
         self._cancelled = threading.Event()
         self._done = threading.Event()
+        self._notify: Callable[[], object] = lambda: None
         self._events: queue.SimpleQueue[StreamEvent | None] = queue.SimpleQueue()
+        stops = generation.config.stop_strings
         self._detokenizers = [
-            IncrementalDetokenizer(tokenizer, stop_strings=generation.config.stop_strings) for _ in generation.rows
+            make_stopper(tokenizer, stops) if stops else IncrementalDetokenizer(tokenizer) for _ in generation.rows
         ]
 
     @property
@@ -84,8 +88,18 @@ class Request:
         """The same for asyncio; a consumer that goes away cancels the request."""
         import asyncio
 
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        self._notify = lambda: loop.call_soon_threadsafe(arrived.set)
         try:
-            while (event := await asyncio.to_thread(self._events.get)) is not None:
+            while True:
+                arrived.clear()
+                try:
+                    event = self._events.get_nowait()
+                except queue.Empty:
+                    await arrived.wait()
+                    continue
+                if event is None:
+                    break
                 yield self._as_text(event)
         finally:
             self.cancel()
@@ -116,10 +130,13 @@ class Request:
 
     # The engine's side.
 
-    def put(self, event: StreamEvent) -> None:
+    def put(self, event: StreamEvent | None) -> None:
         self._events.put(event)
+        # An asyncio loop that has ended has no consumer left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._notify()
 
     def finish(self, error: BaseException | None = None) -> None:
         self.error = error
         self._done.set()
-        self._events.put(None)
+        self.put(None)

@@ -1,0 +1,153 @@
+"""From the engine's events to OpenAI's objects: choices, chunks, log-probabilities, usage."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimode_vlm.request import Request, TextEvent
+
+# Ours that OpenAI's clients do not know are told as the nearest that they do.
+FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length", "cancelled": "stop"}
+
+
+@dataclass
+class Reply:
+    """One response: the requests of its prompts (chat has one), in order, and how its objects look.
+
+    `kind` is "chat" or "text"; `numbers[i]` is the first choice number of request i.
+    """
+
+    kind: str
+    model: str
+    tokenizer: Any
+    requests: Sequence[Request]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def cancel(self) -> None:
+        for request in self.requests:
+            request.cancel()
+
+    def frame(self, **content: Any) -> dict[str, Any]:
+        """The fields that every object of the reply has."""
+        is_chunk = self.kind == "chat" and content.pop("is_chunk", False)
+        content.pop("is_chunk", None)
+        names = {"chat": ("chatcmpl-", "chat.completion"), "text": ("cmpl-", "text_completion")}
+        prefix, name = names[self.kind]
+        return {
+            "id": prefix + self.id,
+            "object": name + (".chunk" if is_chunk else ""),
+            "created": self.created,
+            "model": self.model,
+            **content,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """Wait for all answers. Raises RequestError where the engine fails."""
+        choices = []
+        for request in self.requests:
+            logprobs: list[list[Any]] = [[] for _ in request.texts]
+            async for event in request.events():
+                logprobs[event.row] += self._logprobs(event)
+            output = request.output()
+            for row, text in enumerate(request.texts):
+                choice: dict[str, Any] = {"index": len(choices)}
+                choice |= {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
+                choice["logprobs"] = self._logprob_object(request, logprobs[row])
+                choice["finish_reason"] = FINISH_REASONS[str(output.finish_reasons[row])]
+                choices.append(choice)
+        return self.frame(choices=choices, usage=usage(self.requests))
+
+    async def chunks(self, include_usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """Chunks as the tokens come; prompts of a text completion one after the other."""
+        first = 0
+        try:
+            for request in self.requests:
+                if self.kind == "chat":
+                    for row in range(len(request.texts)):
+                        yield self._chunk(first + row, {"role": "assistant", "content": ""}, include_usage)
+                async for event in request.events():
+                    if event.text or event.event.logprobs or event.event.finish_reason:
+                        yield self._event_chunk(first, request, event, include_usage)
+                first += len(request.texts)
+        finally:
+            self.cancel()
+        if include_usage:
+            yield self.frame(is_chunk=True, choices=[], usage=usage(self.requests))
+
+    def _event_chunk(self, first: int, request: Request, event: TextEvent, include_usage: bool) -> dict[str, Any]:
+        delta = {"content": event.text} if event.text or not event.event.finish_reason else {}
+        logprobs = self._logprob_object(request, self._logprobs(event))
+        reason = event.event.finish_reason and FINISH_REASONS[event.event.finish_reason]
+        return self._chunk(first + event.row, delta, include_usage, logprobs, reason)
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], include_usage: bool, logprobs: Any = None, reason: Any = None
+    ) -> dict[str, Any]:
+        content = {"delta": delta} if self.kind == "chat" else {"text": delta.get("content", "")}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        # OpenAI's: every chunk has the field, null but in the last.
+        return self.frame(is_chunk=True, choices=[choice], **({"usage": None} if include_usage else {}))
+
+    def _logprobs(self, event: TextEvent) -> list[Any]:
+        """(token id, log-probability, [(id, log-probability), ...]) of each token."""
+        values = event.event.logprobs
+        if values is None:
+            return []
+        tops = event.event.top_logprobs or [[] for _ in values]
+        return list(zip(event.event.token_ids, values, tops, strict=True))
+
+    def _logprob_object(self, request: Request, entries: list[Any]) -> dict[str, Any] | None:
+        if not request.generation.config.output_logprobs:
+            return None
+        if self.kind == "chat":
+            content = [
+                {**self._token(token, value), "top_logprobs": [self._token(t, v) for t, v in top]}
+                for token, value, top in entries
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self._text(token) for token, _, _ in entries]
+        offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
+        return {
+            "tokens": texts,
+            "token_logprobs": [value for _, value, _ in entries],
+            "top_logprobs": [{self._text(t): v for t, v in top} for _, _, top in entries],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token_id: int, value: float) -> dict[str, Any]:
+        text = self._text(token_id)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    def _text(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def usage(requests: Sequence[Request]) -> dict[str, Any]:
+    """OpenAI's counts, and ours: forwards, tokens per forward (micro-averaged over the answers), time to first token.
+
+    The prompt counts once, however many answers it has.
+    """
+    rows = [row for request in requests for row in request.generation.rows]
+    prompt = sum(request.prompt_tokens for request in requests)
+    tokens, decode = sum(len(row.token_ids) for row in rows), sum(row.nfe_decode for row in rows)
+    started = [row for row in rows if row.token_ids]
+    accepted = [n for row in rows for n in row.accepted_lengths]
+    first = [row.seconds_to_first_token for row in rows if row.seconds_to_first_token is not None]
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens,
+        "total_tokens": prompt + tokens,
+        "mode": requests[0].mode,
+        "nfe": sum(row.nfe for row in rows),
+        "nfe_prefill": sum(row.nfe_prefill for row in rows),
+        "tpf": (tokens - len(started)) / decode if decode else 1.0,
+        "tpf_end_to_end": tokens / (sum(row.nfe for row in rows) or 1),
+        "mean_accepted_length": sum(accepted) / len(accepted) if accepted else None,
+        "seconds": max(row.seconds for row in rows),
+        "seconds_to_first_token": min(first) if first else None,
+    }

@@ -1,0 +1,171 @@
+"""`trimode-vlm serve`: load a checkpoint, start the engine, listen."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from typing import Any
+
+from trimode_vlm.cli import UsageError, check_device, check_dtype, main, nearest, print_settings
+
+EXAMPLES = """examples:
+  trimode-vlm serve
+  trimode-vlm serve --model path/to/checkpoint --dtype bfloat16 --device cuda --host 0.0.0.0 --port 8000
+  TRIMODE_API_KEY=secret trimode-vlm serve --ui --mode linear_spec
+  curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Count from 12 to 1."}], "mode": "linear_spec"}'
+SIGTERM (or Ctrl-C) answers what is under way, up to --drain-sec, and ends.
+"""
+KEY_VARIABLE = "TRIMODE_API_KEY"
+MODES = ("auto", "ar", "diffusion", "linear_spec", "quadratic_spec")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to load; the web chat takes the same."""
+    add = parser.add_argument
+    add("--model", default="nano", help="checkpoint folder or hub id (default: nano, which ships with the package)")
+    add("--adapter", metavar="FOLDER", help="draft adapter (default: linear_spec_lora/ beside the weights, if there)")
+    add("--sampler", metavar="FOLDER", help="learned sampler (default: learned_sampler/ beside the weights, if there)")
+    add("--quantize", help="text layers in few bits: int8, int4 (torchao) or 4bit (bitsandbytes)")
+    add("--dtype", help="such as bfloat16 (default: the checkpoint's)")
+    add("--device", help="such as cuda or cpu (default: cuda where there is one)")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Limits of the engine."""
+    add = parser.add_argument
+    add("--max-rows", type=int, default=32, help="answers that decode together (default 32)")
+    add("--queue-limit", type=int, default=128, help="requests that may wait; more are refused with 429 (default 128)")
+    add("--kv-gib", type=float, help="GiB for keys and values of running answers (default: a quarter of free memory)")
+    add("--timeout-sec", type=float, default=300.0, help="longest time of a request, waiting included (default 300)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `trimode-vlm serve`."""
+    add = parser.add_argument
+    add_model_arguments(parser)
+    add("--name", help="what the API calls the model (default: the last part of --model)")
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="port to listen on (default 8000)")
+    add("--mode", default="auto", help=f"mode of requests that name none: {', '.join(MODES)} (default auto)")
+    add("--ui", action="store_true", help="also serve the web chat, at /")
+    add("--api-key", action="append", default=[], metavar="KEY", help=f"key that clients must send; or {KEY_VARIABLE}")
+    add("--image-hosts", default="", help="comma-separated hosts whose pictures may be fetched (default: none)")
+    add("--cors-origins", default="", help="comma-separated web origins that browsers may call from (default: none)")
+    add("--max-body-mib", type=float, default=32.0, help="largest request body (default 32)")
+    add("--max-images", type=int, default=16, help="images in one request (default 16)")
+    add("--max-image-megapixels", type=float, default=40.0, help="largest picture (default 40)")
+    add("--drain-sec", type=float, default=30.0, help="after SIGTERM, how long answers may still take (default 30)")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; returns the exit code."""
+    check(args)
+    shown = {name: value for name, value in vars(args).items() if value not in (None, [], "", False)}
+    print_settings(shown | ({"api_key": "set"} if args.api_key else {}))
+    import uvicorn
+
+    from trimode_vlm.demo.prometheus import Metrics
+    from trimode_vlm.demo.server import ServerSettings, create_app
+    from trimode_vlm.engine import Engine
+
+    model, processor = load_model(args)
+    engine = Engine(model, processor, engine_settings(args))
+    metrics = Metrics(engine.stats)
+    engine.on_finish = metrics.observe
+    settings = ServerSettings(
+        model_name=args.name or os.path.basename(args.model.rstrip("/")) or args.model,
+        api_keys=args.api_key,
+        default_mode=args.mode,
+        max_body_bytes=int(args.max_body_mib * 2**20),
+        max_images=args.max_images,
+        max_image_pixels=int(args.max_image_megapixels * 1e6),
+        image_hosts=_names(args.image_hosts),
+        cors_origins=_names(args.cors_origins),
+        timeout_sec=args.timeout_sec,
+    )
+    app = create_app(engine, settings, metrics)
+    if args.ui:
+        from trimode_vlm.demo.app import mount
+
+        app = mount(app, engine)
+    config = uvicorn.Config(
+        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=int(args.drain_sec)
+    )
+    server = _announcing(config)
+    server.run()
+    return 0 if server.started else 1
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what cannot work before the model is loaded; take the key from the environment.
+
+    Raises:
+        UsageError: an unknown mode, device or dtype; a value out of range; a package that is missing.
+    """
+    if args.mode not in MODES:
+        raise UsageError(f"--mode: unknown mode {args.mode!r}{nearest(args.mode, MODES)} (known: {', '.join(MODES)})")
+    check_engine_arguments(args)
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"--port must lie between 0 and 65535, got {args.port}")
+    for name in ("max_body_mib", "max_images", "max_image_megapixels"):
+        if not getattr(args, name) > 0:
+            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
+    if not args.drain_sec >= 0:
+        raise UsageError(f"--drain-sec must be at least 0, got {args.drain_sec}")
+    args.api_key = [key for key in args.api_key or [os.environ.get(KEY_VARIABLE, "")] if key]
+
+
+def check_engine_arguments(args: argparse.Namespace) -> None:
+    """The same for what the web chat and the server share."""
+    for name in ("max_rows", "queue_limit", "timeout_sec", "kv_gib"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+    check_device(args.device)
+    check_dtype(args.dtype)
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]
+    if missing:
+        raise UsageError(f"serving needs {', '.join(missing)} (pip install 'trimode-vlm[serve]')")
+
+
+def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
+    import torch
+
+    import trimode_vlm
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = {name: getattr(args, name) for name in ("adapter", "sampler", "quantize") if getattr(args, name)}
+    return trimode_vlm.load(args.model, dtype=args.dtype, device=device, **options)
+
+
+def engine_settings(args: argparse.Namespace) -> Any:
+    from trimode_vlm.engine import EngineSettings
+
+    kv_bytes = None if args.kv_gib is None else int(args.kv_gib * 2**30)
+    return EngineSettings(max_rows=args.max_rows, queue_limit=args.queue_limit, kv_bytes=kv_bytes)
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _announcing(config: Any) -> Any:
+    """A uvicorn server that says where it listens once it does."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                port = self.servers[0].sockets[0].getsockname()[1]
+                print(f"trimode-vlm serve: listening on http://{config.host}:{port}", file=sys.stderr, flush=True)
+
+    return Server(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main(["serve", *sys.argv[1:]]))

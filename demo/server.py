@@ -1,0 +1,275 @@
+"""`trimode-vlm serve`: an OpenAI-compatible server on the engine; the web chat beside it with --ui."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from trimode_vlm.demo.completions import Reply
+from trimode_vlm.demo.guards import Guard, error_body
+from trimode_vlm.demo.prometheus import Metrics
+from trimode_vlm.demo.protocol import ChatRequest, CompletionRequest, DecodingRequest
+from trimode_vlm.demo.remote_images import read_image
+from trimode_vlm.engine import Engine
+from trimode_vlm.request import QueueFullError, RequestError
+from trimode_vlm.request import Request as EngineRequest
+
+# How often a reply that waits asks whether its client is still there.
+DISCONNECT_POLL_SEC = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server allows. `image_hosts`: whose pictures it fetches; none by default."""
+
+    model_name: str = "trimode-vlm"
+    api_keys: Sequence[str] = ()
+    default_mode: str = "auto"
+    max_body_bytes: int = 32 * 2**20
+    max_images: int = 16
+    max_image_pixels: int = 40_000_000
+    max_image_bytes: int = 16 * 2**20
+    image_hosts: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    timeout_sec: float | None = 300.0
+
+
+class ApiError(Exception):
+    """An answer other than 200, in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.body = status, error_body(message, kind, code)
+
+
+def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics | None = None) -> FastAPI:
+    """The application. It closes the engine when it ends, after the answers under way.
+
+    Args:
+        metrics: as given to the engine's on_finish; without, /metrics counts no finished requests.
+    """
+    api = _Api(engine, settings)
+    metrics = metrics or Metrics(engine.stats)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.close, True)
+
+    app = FastAPI(title="trimode-vlm", lifespan=lifespan, docs_url=None, redoc_url=None)
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"description": text}
+        for status, text in {
+            400: "a request that cannot be honoured",
+            401: "wrong API key",
+            404: "unknown model",
+            413: "body too large",
+            429: "too many requests wait",
+            500: "the model failed",
+            503: "shutting down",
+            504: "out of time",
+        }.items()
+    }
+
+    @app.post("/v1/chat/completions", responses=errors)
+    async def chat(body: ChatRequest, http: Request) -> Response:
+        requests = await api.start(lambda: [api.chat(body)])
+        return await api.answer("chat", body, requests, http)
+
+    @app.post("/v1/completions", responses=errors)
+    async def complete(body: CompletionRequest, http: Request) -> Response:
+        requests = await api.start(lambda: api.complete(body))
+        return await api.answer("text", body, requests, http)
+
+    @app.get("/v1/models", responses={401: errors[401]})
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [api.card]}
+
+    @app.get("/v1/models/{name:path}", responses={401: errors[401], 404: errors[404]})
+    async def model(name: str) -> dict[str, Any]:
+        api.check_model(name)
+        return api.card
+
+    @app.get("/health", responses={503: errors[503]})
+    async def health() -> Response:
+        state = "draining" if engine.is_closing else "ok"
+        return JSONResponse({"status": state}, 503 if engine.is_closing else 200)
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    app.exception_handler(ApiError)(_api_error)
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(RequestValidationError)(_validation_error)
+    app.exception_handler(Exception)(_server_error)
+    app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+class _Api:
+    """Requests of the API as requests of the engine."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine, self.settings = engine, settings
+        self.processor = engine.processor
+        self.card = {"id": settings.model_name, "object": "model", "created": 0, "owned_by": "trimode-vlm"}
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.settings.model_name):
+            message = f"unknown model {name!r}; this server has {self.settings.model_name!r}"
+            raise ApiError(404, message, code="model_not_found")
+
+    async def start(self, submit: Callable[[], list[EngineRequest]]) -> list[EngineRequest]:
+        """Read and submit in a thread: pictures take time to decode."""
+        try:
+            return await asyncio.to_thread(submit)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except QueueFullError as error:
+            raise ApiError(429, str(error), "rate_limit_error", "queue_full") from error
+        except RequestError as error:
+            raise ApiError(503, str(error), "server_error", "shutting_down") from error
+
+    def chat(self, body: ChatRequest) -> EngineRequest:
+        self.check_model(body.model)
+        inputs = self.processor.apply_chat_template(
+            self._messages(body.messages),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        return self._submit(body, dict(inputs))
+
+    def complete(self, body: CompletionRequest) -> list[EngineRequest]:
+        self.check_model(body.model)
+        requests: list[EngineRequest] = []
+        try:
+            for prompt in body.prompts():
+                requests.append(self._submit(body, self._prompt(prompt)))
+        except Exception:
+            for request in requests:
+                request.cancel()
+            raise
+        return requests
+
+    def _submit(self, body: DecodingRequest, inputs: dict[str, Any]) -> EngineRequest:
+        options = {"mode": self.settings.default_mode} | body.options()
+        return self.engine.submit(inputs, timeout_sec=self.settings.timeout_sec, **options)
+
+    def _prompt(self, prompt: str | list[int]) -> dict[str, Any]:
+        import torch
+
+        if isinstance(prompt, str):
+            return {"input_ids": self.processor(text=prompt, return_tensors="pt")["input_ids"]}
+        return {"input_ids": torch.tensor([prompt])}
+
+    def _messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with their pictures opened; what a client may not name is refused here."""
+        count, read = 0, []
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, list):
+                parts = []
+                for part in content:
+                    kind = part.get("type") if isinstance(part, dict) else None
+                    if kind not in ("text", "image_url"):
+                        raise ValueError(f"message {index}: unknown content part {kind!r}; known: text, image_url")
+                    if kind == "text":
+                        parts.append({"type": "text", "text": part.get("text")})
+                        continue
+                    count += 1
+                    if count > self.settings.max_images:
+                        raise ValueError(f"more than the {self.settings.max_images} images that this server takes")
+                    parts.append({"type": "image", "image": self._image(part, f"image {count} (message {index})")})
+                content = parts
+            role = "system" if message.get("role") == "developer" else message.get("role")
+            if role not in ("system", "user", "assistant"):
+                raise ValueError(f"message {index}: unknown role {role!r}; known: system, developer, user, assistant")
+            read.append({"role": role, "content": content})
+        return read
+
+    def _image(self, part: dict[str, Any], name: str) -> Any:
+        given = part.get("image_url")
+        return read_image(
+            given.get("url") if isinstance(given, dict) else given,
+            max_pixels=self.settings.max_image_pixels,
+            max_bytes=self.settings.max_image_bytes,
+            allowed_hosts=self.settings.image_hosts,
+            name=name,
+        )
+
+    async def answer(self, kind: str, body: DecodingRequest, requests: list[EngineRequest], http: Request) -> Response:
+        """The whole reply, or its stream. A client that goes away ends its forwards."""
+        reply = Reply(kind, self.settings.model_name, self.processor.tokenizer, requests)
+        if body.stream:
+            include_usage = body.stream_options is not None and body.stream_options.include_usage
+            return StreamingResponse(_server_sent(reply, include_usage), media_type="text/event-stream")
+        watch = asyncio.create_task(_cancel_when_gone(http, reply))
+        try:
+            whole = await reply.whole()
+        except RequestError as error:
+            raise ApiError(500, str(error), "server_error") from error
+        finally:
+            watch.cancel()
+            reply.cancel()
+        if any(row.finish_reason == "timeout" for request in requests for row in request.generation.rows):
+            raise ApiError(504, f"no whole answer within {self.settings.timeout_sec:g} s", "server_error", "timeout")
+        return JSONResponse(whole)
+
+
+async def _server_sent(reply: Reply, include_usage: bool) -> AsyncIterator[str]:
+    """The chunks as server-sent events. An engine that fails is told as an event, since the status is out."""
+    try:
+        async for chunk in reply.chunks(include_usage):
+            yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+    except RequestError as error:
+        yield f"data: {json.dumps(error_body(str(error), 'server_error'))}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _cancel_when_gone(http: Request, reply: Reply) -> None:
+    while not await http.is_disconnected():
+        await asyncio.sleep(DISCONNECT_POLL_SEC)
+    reply.cancel()
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {"Retry-After": "1"} if error.status == 429 else None
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code, error.headers)
+
+
+async def _validation_error(_: Request, error: Exception) -> Response:
+    """The first fault, in one line that names the field."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = place[0] if place else None
+    text = first["msg"].removeprefix("Value error, ")
+    message = f"{'.'.join(place)}: {text}" if place else text
+    return JSONResponse(error_body(message, "invalid_request_error", param=param), 400)
+
+
+async def _server_error(_: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(f"{type(error).__name__} in the server", "server_error"), 500)

@@ -88,18 +88,18 @@ class Generation:
         # Prompt by prompt, each with all its samples, as transformers orders them.
         self.samples = config.num_return_sequences or 1
         self.rows = [Row(prompt, self._budget(prompt)) for prompt in prompts for _ in range(self.samples)]
-        for row in self.rows:
-            self._set_rules(row, stopping_criteria or [], tokenizer, banned)
+        self._set_stops(stopping_criteria or [], tokenizer)
 
-    def _set_rules(self, row: Row, criteria: list[Any], tokenizer: Any, banned: list[int]) -> None:
-        config = self.config
-        stopper = make_stopper(tokenizer, config.stop_strings) if config.stop_strings not in (None, [], ()) else None
-        row.stops = StopRules(
-            row.prompt.token_ids, row.token_ids, config.end_token_ids, stopper, criteria, self.model.device
-        )
-        if config.thinking_budget is not None:
-            start_id, end_id = thought_marks(config, tokenizer, self.rules.forbids)
-            row.thought = Thought.of(config.thinking_budget, start_id, end_id, row.prompt.token_ids)
+    def _set_stops(self, criteria: list[Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
+        config, device = self.config, self.model.device
+        budget, strings = config.thinking_budget, config.stop_strings
+        marks = None if budget is None else thought_marks(config, tokenizer, self.rules.forbids)
+        for row in self.rows:
+            prompt_ids = row.prompt.token_ids
+            stopper = None if strings is None or strings == [] else make_stopper(tokenizer, strings)
+            row.stops = StopRules(prompt_ids, row.token_ids, config.end_token_ids, stopper, criteria, device)
+            if budget is not None and marks is not None:
+                row.thought = Thought.of(budget, *marks, prompt_ids)
 
     def _budget(self, prompt: Prompt) -> int:
         """New tokens that this row may have: what was asked for, within the model's positions."""

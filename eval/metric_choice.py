@@ -133,7 +133,7 @@ def letter_vlmevalkit(text: str, choices: Mapping[str, str]) -> str | None:
     return stated[-1] if stated else None
 
 
-_STATED = re.compile(r"\b(?i:answer\s*(?:is|:))\s*[*_(\[{$]*([A-Z])\b(?!')")
+_STATED = re.compile(r"\b(?i:answer\s*(?:is|:))[\s*_(\[{$]*([A-Z])\b(?!')")
 
 _FORMS = (("({})", 6), ("{}.", 5), ("{}:", 4), ("{})", 3), ("{} ", 2))
 _AT_START, _AT_END, _BEHIND_PHRASE, _ANYWHERE = 10, 9, 7, 0

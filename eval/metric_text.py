@@ -55,7 +55,11 @@ def anls(prediction: str, gold: Any, info: Mapping[str, Any] | None = None, styl
     Both kits fold case and runs of spaces, divide by the lengths before folding, and keep a similarity of exactly 0.5.
     `strict` keeps spaces inside the text, divides by the lengths that it compares, and drops a distance of exactly 0.5.
     """
-    distance = _closest(prediction, golds(gold), strict=style == "strict")
+    accepted = golds(gold)
+    if not prediction.strip() and all(answer.strip() for answer in accepted):
+        # The kits' lengths would give spaces a share of a short answer.
+        return Scored(0.0, None)
+    distance = _closest(prediction, accepted, strict=style == "strict")
     dropped = distance >= ANLS_THRESHOLD if style == "strict" else 1 - distance < ANLS_THRESHOLD
     return scored(0.0 if dropped else 1 - distance, prediction.strip())
 

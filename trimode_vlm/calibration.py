@@ -248,10 +248,13 @@ def write_costs(fingerprint: dict[str, Any], seconds: Seconds) -> None:
     if path is None:
         return
     text = json.dumps({"fingerprint": fingerprint, "seconds_per_forward": seconds}, indent=1)
+    draft = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+            draft = Path(file.name)
             file.write(text)
-        os.replace(file.name, path)
+        os.replace(draft, path)
     except OSError:
-        return
+        if draft is not None:
+            draft.unlink(missing_ok=True)

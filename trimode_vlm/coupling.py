@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class Races:
         """The tokens [T] of the next T places, each by its distribution; they stay the next places."""
         while len(self.ahead) < len(probs_TV):
             self.ahead.append(torch.empty_like(probs_TV[:1]).exponential_(1, generator=self.generator))
-        return torch.cat([(p / e).argmax(-1) for p, e in zip(probs_TV.split(1), self.ahead, strict=False)])
+        return (probs_TV / torch.cat(list(islice(self.ahead, len(probs_TV))))).argmax(-1)
 
     def pass_over(self, count: int) -> None:
         """The next `count` places have their tokens."""

@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# What a row's earlier cycles count for after one more: the exponential average forgets in about ten cycles.
-ROW_DECAY = 0.9
+# What a row's earlier cycles count for after one more: the exponential average looks back about five cycles.
+ROW_DECAY = 0.8
 # The same of all rows together, over some fifty cycles; and how many tokens of its own outweigh it for a row.
 SHARED_DECAY = 0.98
 SHARED_WEIGHT = 4.0
 # What is believed before anything was drafted. High enough that the first cycle drafts where drafts can pay at all.
 FIRST_RATE = 0.8
 # Of the time spent in AR cycles, what may be lost on drafts that ask whether drafts have become good.
-PROBE_SHARE = 0.02
+PROBE_SHARE = 0.01
 
 
 def expected_tokens(rate: float, block_length: int) -> float:
@@ -71,7 +71,7 @@ class Policy:
 
     def observe(self, row: Acceptance, tokens: int, block_length: int) -> None:
         """A cycle brought the row `tokens`, of at most `block_length`; AR cycles say nothing about drafts."""
-        if block_length > 1:
+        if block_length > 1 and tokens > 0:
             row.observe(tokens, block_length, ROW_DECAY)
             self.shared.observe(tokens, block_length, SHARED_DECAY)
 

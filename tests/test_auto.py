@@ -1,0 +1,381 @@
+"""Mode auto: the policy against its formula, the text against that of AR."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny_model, tiny_config
+from decoding_cases import PROMPT, generate, padded, prompts, says, speaker
+from naive import by_position, count_forwards, scripted_model
+from test_draft_adapter import peft_folder
+from test_sampled_distribution import WORDS, chi_square_p, filtered, random_language
+
+from trimode_vlm import calibration
+from trimode_vlm.draft_adapter import read_adapter
+from trimode_vlm.policy import PROBE_SHARE, Acceptance, Policy, candidates, expected_tokens
+
+auto = importlib.import_module("trimode_vlm.decoders.auto")
+
+Cost = Callable[[int, int], float]
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or writes the user's own costs."""
+    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "costs"))
+    return tmp_path / "costs"
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Decode by this policy, or by one with this cost."""
+
+    def set_policy(policy: Any) -> Any:
+        policy = policy if hasattr(policy, "observe") else Policy(policy)
+        monkeypatch.setattr(auto, "policy_for", lambda model, rows: policy)
+        return policy
+
+    return set_policy
+
+
+class AnyLength:
+    """Chooses at random: what is generated may not depend on it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def next_block_length(self, rows: Any, limits: Any, longest: int, shortest: int = 1) -> int:
+        return self.random.randint(shortest, longest)
+
+    def observe(self, row: Any, tokens: int, block_length: int) -> None:
+        assert 1 <= tokens <= block_length
+
+
+def cheap_blocks(rows: int, k: int) -> float:
+    """Two forwards, a token more costs a tenth of the first: drafts pay from about three tokens on."""
+    return (1 if k == 1 else 2) * (0.9 + 0.1 * k)
+
+
+# --- The policy.
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.83, 0.97, 1.0])
+@pytest.mark.parametrize("k", [1, 2, 3, 7])
+def test_expected_tokens_are_those_of_all_outcomes(rate: float, k: int) -> None:
+    """Every way in which k - 1 draft tokens can hold or fail, with its probability and the tokens that it brings."""
+    mean = 0.0
+    for outcome in itertools.product((True, False), repeat=k - 1):
+        probability, held = 1.0, 0
+        for holds in outcome:
+            probability *= rate if holds else 1 - rate
+        while held < k - 1 and outcome[held]:
+            held += 1
+        mean += probability * (held + 1)
+    assert expected_tokens(rate, k) == pytest.approx(mean)
+
+
+def test_the_choice_is_the_best_of_the_formula() -> None:
+    """Against the sum written out, on random costs, rates, limits and bounds."""
+    draw, chosen = random.Random(0), set()
+    for _ in range(400):
+        costs = {k: draw.uniform(0.5, 8) for k in [*range(1, 65)]}
+        rates = [draw.choice([0.0, 1.0, draw.random()]) for _ in range(draw.randint(1, 5))]
+        limits = [draw.choice([1, 3, 100]) for _ in rates]
+        longest, shortest = draw.choice([1, 2, 8, 24, 32, 64]), draw.choice([1, 2])
+        policy = Policy(lambda rows, k, costs=costs: costs[k])
+        got = policy.choose(rates, limits, longest, shortest)
+        allowed = [k for k in (1, 2, 4, 8, 16, 32, 64) if shortest <= k < longest] + [longest]
+
+        def speed(k: int, costs: Any = costs, rates: Any = rates, limits: Any = limits) -> float:
+            tokens = (a**j for a, limit in zip(rates, limits, strict=True) for j in range(min(k, limit)))
+            return sum(tokens) / costs[k]
+
+        assert got in allowed and speed(got) >= max(map(speed, allowed)) * (1 - 1e-9)
+        chosen.add(got)
+    assert len(chosen) == 8
+
+
+def test_the_choice_follows_rates_and_costs() -> None:
+    policy = Policy(cheap_blocks)
+    by_rate = [policy.choose([a], [1000], 64) for a in (0.0, 0.3, 0.75, 0.9, 0.97, 1.0)]
+    assert by_rate == sorted(by_rate) and by_rate[:2] == [1, 1] and by_rate[-1] == 64 and len(set(by_rate)) > 3
+    # Where rows together fill the machine, k tokens cost k times as much: AR.
+    assert Policy(lambda rows, k: (1 if k == 1 else 2) * k * rows).choose([1.0] * 4, [100] * 4, 64) == 1
+    # What a row may still emit is all that it can gain.
+    assert policy.choose([1.0], [1], 64) == 1 and policy.choose([1.0], [6], 64) == 8
+    assert candidates(24) == [1, 2, 4, 8, 16, 24] and candidates(1, 2) == [1] and candidates(3, 2) == [2, 3]
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9, 0.97])
+@pytest.mark.parametrize("k", [2, 4, 16])
+def test_a_full_block_says_at_least_so_many(rate: float, k: int) -> None:
+    """The estimate finds the rate from blocks that are too short to show it, which a mean of lengths cannot."""
+    draw, seen = random.Random(1), Acceptance()
+    for _ in range(20000):
+        tokens = 1
+        while tokens < k and draw.random() < rate:
+            tokens += 1
+        seen.observe(tokens, k, decay=1.0)
+    assert seen.held / (seen.held + seen.failed) == pytest.approx(rate, abs=0.02)
+
+
+def test_the_average_is_exponential() -> None:
+    seen = Acceptance()
+    for tokens, k in ((3, 8), (8, 8), (1, 4)):
+        seen.observe(tokens, k, decay=0.5)
+    assert (seen.held, seen.failed) == (0.25 * 2 + 0.5 * 7 + 0, 0.25 * 1 + 0 + 1)
+
+
+def test_a_row_starts_from_all_rows_and_goes_its_own_way() -> None:
+    policy = Policy(cheap_blocks)
+    good, bad = Acceptance(), Acceptance()
+    for _ in range(5):
+        policy.observe(good, 8, 8)
+        policy.observe(bad, 1, 8)
+    assert policy.rate(good) > policy.rate(Acceptance()) > policy.rate(bad)
+    before = policy.rate(good), policy.rate(Acceptance())
+    policy.observe(good, 1, 1)
+    assert (policy.rate(good), policy.rate(Acceptance())) == before, "AR says nothing about drafts"
+
+
+def cycle_costs(out: Any, cost: Cost) -> tuple[float, float]:
+    """Costs of the drafting and of the AR cycles of a one-row answer."""
+    lengths = out.block_lengths[0]
+    return sum(cost(1, k) for k in lengths if k > 1), sum(cost(1, k) for k in lengths if k == 1)
+
+
+def test_probes_lose_a_bounded_share(use: Any) -> None:
+    """Drafts are always wrong. After the first of them, AR and a few probes, of which none was needed."""
+    words = [8 + i % 50 for i in range(900)]
+    config = tiny_config(vision=False, max_position_embeddings=1024)
+    ahead = by_position(says([60], length=1024))
+    model = scripted_model(config, by_position(says(words, shift=1, length=1024)), ahead)
+    policy = use(cheap_blocks)
+    [tokens], out = generate(model, [PROMPT], max_new_tokens=900, mode="auto", block_length=32)
+    assert tokens == words
+    drafts = [i for i, k in enumerate(out.block_lengths[0]) if k > 1]
+    assert drafts[0] == 0 and len(drafts) >= 3
+    drafting, ar = cycle_costs(out, cheap_blocks)
+    first = cheap_blocks(1, out.block_lengths[0][0])
+    num_probes = len(drafts) - 1
+    assert drafting - first - num_probes * cheap_blocks(1, 1) <= PROBE_SHARE * ar
+    # The next request starts where this one ended: not even one draft before its first probe is due.
+    out = generate(model, [PROMPT], max_new_tokens=30, mode="auto", block_length=32)[1]
+    assert out.block_lengths[0].count(1) >= 28 and policy.rate(Acceptance()) < 0.6
+
+
+def test_where_no_draft_can_pay_none_is_made() -> None:
+    policy = Policy(lambda rows, k: 2.0 * k if k > 1 else 1.0)
+    rows = [Acceptance()]
+    assert {policy.next_block_length(rows, [1000], 64) for _ in range(5000)} == {1}
+
+
+def test_a_probe_finds_that_drafts_became_good(use: Any) -> None:
+    """The drafts of the first 100 tokens are wrong."""
+    words = [8 + i % 50 for i in range(700)]
+    config = tiny_config(vision=False, max_position_embeddings=1024)
+    ahead = says(words, length=1024)
+    ahead[: len(PROMPT) + 100] = says([60], length=1024)[: len(PROMPT) + 100]
+    model = scripted_model(config, by_position(says(words, shift=1, length=1024)), by_position(ahead))
+    use(cheap_blocks)
+    [tokens], out = generate(model, [PROMPT], max_new_tokens=700, mode="auto", block_length=32)
+    assert tokens == words
+    lengths = out.block_lengths[0]
+    assert lengths[2:90].count(1) >= 85 and lengths[-5:-1] == [32] * 4
+    assert out.tokens_per_forward[0] > 2
+
+
+# --- The decoder.
+
+
+def test_good_drafts_grow_and_bad_ones_end(use: Any) -> None:
+    words = [8 + i % 50 for i in range(130)]
+    use(cheap_blocks)
+    good = generate(speaker(words), [PROMPT], max_new_tokens=130, mode="auto", block_length=32)[1]
+    lengths = good.block_lengths[0]
+    assert lengths[0] > 1 and max(lengths) == 32 and lengths.index(32) <= 3
+    use(cheap_blocks)
+    bad = generate(speaker(words, [60]), [PROMPT], max_new_tokens=60, mode="auto", block_length=32)[1]
+    assert bad.block_lengths[0][0] > 1 and set(bad.block_lengths[0][2:50]) == {1}
+
+
+def test_many_rows_decode_by_ar_and_the_last_ones_draft(use: Any) -> None:
+    """The policy sees how many rows there are now, not how many there were."""
+    words = [8 + i % 50 for i in range(60)]
+    use(lambda rows, k: cheap_blocks(rows, k) if rows < 3 else (1 if k == 1 else 2) * k * rows)
+    model = speaker(words)
+    inputs = padded([PROMPT] * 3)
+    events = list(model.stream(**inputs, max_new_tokens=60, mode="auto", stopping_criteria=[_stop_after(20, rows=2)]))
+    drafted = {len(event.draft) + 1 for event in events if event.draft is not None and event.row == 2}
+    together = [event for event in events if event.row == 0 and event.draft is not None]
+    assert {len(event.draft) for event in together} == {0} and max(drafted) == 8
+
+
+def _stop_after(count: int, rows: int) -> Callable[..., bool]:
+    """Stop the first `rows` answers that reach so many tokens; the others go on."""
+    stopped: list[int] = []
+
+    def rule(ids: Any, scores: Any) -> bool:
+        if ids.shape[1] - len(PROMPT) == count and len(stopped) < rows:
+            stopped.append(1)
+            return True
+        return False
+
+    return rule
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_greedy_text_is_that_of_ar_whatever_is_chosen(seed: int, use: Any) -> None:
+    """Ragged batches of random models; one forward per AR cycle, two per draft, each counted once."""
+    model = make_tiny_model(seed=seed, vision=False)
+    rows = prompts(1 + seed % 4, seed=seed)
+    expected, _ = generate(model, rows, mode="ar", max_new_tokens=40)
+    sizes = count_forwards(model)
+    for mode, longest in (("auto", {}), ("auto", {"block_length": 5}), ("linear_spec", {"block_length": "auto"})):
+        use(AnyLength(seed))
+        sizes.clear()
+        got, out = generate(model, rows, mode=mode, max_new_tokens=40, **longest)
+        assert got == expected
+        assert out.total_nfe == len(sizes) and sum(out.nfe) - sum(out.nfe_prefill) <= sum(sizes[1:])
+        for tokens, lengths, gave, nfe in zip(got, out.block_lengths, out.accepted_lengths, out.nfe, strict=True):
+            assert sum(gave) == len(tokens) - 1 and all(1 <= n <= k for n, k in zip(gave, lengths, strict=True))
+            # Of the budget's last token no row drafts, though its neighbours may.
+            last_alone = len(tokens) == 40 and gave[-1:] == [1] and lengths[-1] > 1
+            assert nfe == 1 + sum(1 if k == 1 else 2 for k in lengths) - (last_alone and sum(gave[:-1]) == 38)
+        used = {k for lengths in out.block_lengths for k in lengths}
+        assert used <= set(range(2 if mode == "linear_spec" else 1, longest.get("block_length") == 5 and 6 or 9))
+
+
+def test_greedy_text_is_that_of_ar_by_measured_costs() -> None:
+    for seed in range(3):
+        model = make_tiny_model(seed=seed, vision=False)
+        rows = prompts(3, seed=seed)
+        assert (
+            generate(model, rows, mode="auto", max_new_tokens=30)[0]
+            == generate(model, rows, mode="ar", max_new_tokens=30)[0]
+        )
+
+
+def test_images_and_a_continued_cache(chat_model: Any, processor: Any, use: Any) -> None:
+    from data_cases import picture
+
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "What is it?"}]}
+    ]
+    options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+    caches: dict[str, Any] = {"ar": None, "auto": None}
+    use(AnyLength(3))
+    for question in ("And now?", None):
+        inputs = processor.apply_chat_template(turns, **options, return_tensors="pt")
+        outs = {m: chat_model.generate(**inputs, mode=m, max_new_tokens=25, cache=caches[m]) for m in caches}
+        caches = {m: out.cache for m, out in outs.items()}
+        assert outs["ar"].sequences.tolist() == outs["auto"].sequences.tolist()
+        assert caches["ar"].token_ids[: len(inputs["input_ids"][0])] == inputs["input_ids"][0].tolist()
+        turns += [{"role": "assistant", "content": "So."}, {"role": "user", "content": question or ""}]
+
+
+def test_the_adapter_drafts(tmp_path: Path, use: Any) -> None:
+    model = make_tiny_model()
+    expected = generate(model, [PROMPT], mode="ar", max_new_tokens=30)[0]
+    drafts = []
+    for adapter in (None, read_adapter(peft_folder(tmp_path), model)):
+        model.draft_adapter = adapter
+        use(AnyLength(1))
+        events = list(model.stream(torch.tensor([PROMPT]), mode="auto", max_new_tokens=30))
+        assert [token for event in events for token in event.token_ids] == expected[0]
+        drafts.append([event.draft for event in events])
+    assert drafts[0] != drafts[1]
+
+
+def test_rows_that_join_get_what_they_get_alone(use: Any) -> None:
+    """As an engine brings them in, sampled, at every round."""
+    model = make_tiny_model(seed=8, vision=False)
+    rows = prompts(4, seed=2)
+    chosen: dict[str, Any] = {"mode": "auto", "max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
+    use(AnyLength(0))
+    alone = [generate(model, [row], seed=i, **chosen)[0][0] for i, row in enumerate(rows)]
+    with torch.inference_mode():
+        runs = [model.begin_generation(torch.tensor([row]), seed=i, **chosen) for i, row in enumerate(rows)]
+        states = [run.begin() for run in runs]
+        for i, state in enumerate(states):
+            state.rows = [i]
+        first, waiting = states[0], states[1:]
+        for number, steps in enumerate(auto.decode_auto(first)):
+            for step in steps:
+                run = runs[step.row]
+                run.take(run.rows[0], step)
+                first.remaining[first.rows.index(step.row)] = run.rows[0].remaining
+                if run.rows[0].finish_reason:
+                    first.finished.add(step.row)
+            if waiting and number % 2:
+                first.joining.append(waiting.pop(0))
+    assert [run.rows[0].token_ids for run in runs] == alone
+
+
+def test_without_a_mask_token_it_is_ar() -> None:
+    model = make_tiny_model(seed=1, vision=False)
+    expected = generate(model, [PROMPT], mode="ar", max_new_tokens=10)[0]
+    model.config.mask_token_id = None
+    got, out = generate(model, [PROMPT], mode="auto", max_new_tokens=10)
+    assert got == expected and set(out.block_lengths[0]) == {1}
+
+
+def test_adaptive_drafts_are_for_self_speculation_alone(use: Any) -> None:
+    model = speaker([20])
+    for mode in ("diffusion", "quadratic_spec"):
+        with pytest.raises(ValueError, match="block_length must be a whole number"):
+            generate(model, [PROMPT], mode=mode, block_length="auto")
+    with pytest.raises(ValueError, match="does not use 'threshold'"):
+        generate(model, [PROMPT], mode="auto", threshold=0.5)
+    use(lambda rows, k: float(k * k))
+    out = generate(model, [PROMPT], mode="linear_spec", block_length="auto", max_new_tokens=9)[1]
+    assert out.block_lengths[0][0] == 2, "the shortest draft, though AR would be cheaper"
+
+
+# --- Sampling.
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.3}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 5}])
+def test_a_seeds_sample_is_that_of_ar_whatever_is_chosen(sampling: dict[str, Any], use: Any) -> None:
+    """In a batch whose rows speculate together; alone as well."""
+    for seed in range(3):
+        model = make_tiny_model(seed=seed, vision=False)
+        rows = prompts(3, seed=seed)
+        chosen: dict[str, Any] = {"do_sample": True, "max_new_tokens": 24, "seed": 5, **sampling}
+        expected = generate(model, rows, mode="ar", **chosen)[0]
+        for policy_seed in range(3):
+            use(AnyLength(policy_seed))
+            assert generate(model, rows, mode="auto", **chosen)[0] == expected
+        use(AnyLength(7))
+        assert generate(model, rows[:1], mode="linear_spec", block_length="auto", **chosen)[0] == expected[:1]
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.0, 0, 1.0)])
+def test_sampled_tokens_have_the_ar_distribution(temperature: float, top_k: int, top_p: float, use: Any) -> None:
+    """Marginals of each place and pairs of neighbours over 20,000 rows, the block length another one each cycle."""
+    model, causal = random_language(seed=11)
+    use(AnyLength(0))
+    num_draws, length = 20_000, 5
+    out = model.generate(
+        torch.tensor([[30, 20]] * num_draws), mode="auto", block_length=4, max_new_tokens=length, do_sample=True,
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=99,
+    )  # fmt: skip
+    index = (out.sequences[:, 2:, None] == torch.tensor(WORDS)).long().argmax(-1)
+    marginal, p_values = torch.eye(len(WORDS))[0], []
+    for place in range(length):
+        rows = [filtered(causal[1 + place, word], temperature, top_k, top_p)[WORDS] for word in WORDS]
+        joint = marginal[:, None] * torch.stack(rows)
+        marginal = joint.sum(0)
+        p_values.append(chi_square_p(index[:, place].bincount(minlength=len(WORDS)), marginal))
+        if place:
+            pairs = index[:, place - 1] * len(WORDS) + index[:, place]
+            p_values.append(chi_square_p(pairs.bincount(minlength=len(WORDS) ** 2), joint.flatten()))
+    assert min(p_values) * len(p_values) > 0.01, p_values
+    assert max(n for lengths in out.accepted_lengths for n in lengths) > 1, "drafts were accepted"

@@ -128,7 +128,7 @@ class Answerer:
             self._warm_modes.add(mode)
         out = self.model.generate(**inputs, **settings.generate_options(mode, budget, keys[0].id))
         width = inputs["input_ids"].shape[1]
-        first_token: Sequence[float] | None = getattr(out, "seconds_to_first_token", None)
+        to_first_token = getattr(out, "seconds_to_first_token", None) or [None] * len(keys)
         records = []
         for row, (key, example) in enumerate(zip(keys, examples, strict=True)):
             ids = out.sequences[row, width : width + out.num_new_tokens[row]].tolist()
@@ -146,7 +146,7 @@ class Answerer:
                 "nfe_prefill": int(out.nfe_prefill[row]),
                 "prompt_tokens": int(inputs["attention_mask"][row].sum()) if "attention_mask" in inputs else width,
                 "seconds": float(out.seconds[row]),
-                "seconds_to_first_token": None if first_token is None else float(first_token[row]),
+                "seconds_to_first_token": to_first_token[row],
                 "finish_reason": out.finish_reasons[row],
                 "accepted_lengths": [int(n) for n in out.accepted_lengths[row] or []],
                 "ids_hash": hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16],

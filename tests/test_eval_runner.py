@@ -18,7 +18,7 @@ from naive import count_forwards
 from PIL import Image
 
 from trimode_vlm.decoders import DECODERS
-from trimode_vlm.eval import answering, metrics, report, run, state
+from trimode_vlm.eval import answering, metrics, report, run, sources, state
 from trimode_vlm.eval.scored import Scored
 from trimode_vlm.eval.state import Key
 from trimode_vlm.eval.tasks import EvalTask, Example
@@ -335,6 +335,26 @@ def test_changed_data_is_an_error_that_names_the_row(tmp_path: Path, monkeypatch
             go(3)
     gold, question, picture = kept
     go(3)
+
+
+def test_an_edited_file_is_noticed_by_its_row(tmp_path: Path, chat_model: Any, processor: Any) -> None:
+    """The user's own JSONL: rows may be appended to it, an answered one may not change."""
+    file = tmp_path / "mine.jsonl"
+    rows = [{"question": f"Say {n}.", "answer": str(n)} for n in range(3)]
+
+    def go() -> int:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        sources._open.cache_clear()  # as in another process
+        chosen = settings(tmp_path, tasks=(str(file),), modes=("ar",), limit=None, max_new_tokens=2)
+        result = run.evaluate(chosen, loader=lambda path, dtype, device: (chat_model, processor))
+        return result["tasks"]["mine"]["ar"]["num_samples"]
+
+    assert go() == 3
+    rows.append({"question": "Say 3.", "answer": "3"})
+    assert go() == 4
+    rows[2]["answer"] = "two"
+    with pytest.raises(ValueError, match="mine, row 2: gold changed since it was answered"):
+        go()
 
 
 class BrokenProcessor(StubProcessor):

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from trimode_vlm.cli import nearest
 from trimode_vlm.eval.tsv_rows import TsvRows, as_picture
 from trimode_vlm.row_files import JSON_SUFFIXES, METADATA_NAMES, open_rows
 from trimode_vlm.row_images import ImageFinder
@@ -45,7 +46,7 @@ class Source:
             return replace(self, path=value), {}
         said = read_yaml(value, ("path", "config", "split", "columns", "images", "max_new_tokens"), f"--data {task}=")
         rest = {name: said.pop(name) for name in ("max_new_tokens",) if name in said}
-        return replace(self, **said), rest
+        return replace(self, **{name: value for name, value in said.items() if value is not None}), rest
 
 
 class Rows:
@@ -169,11 +170,36 @@ def _is_json(file: Path) -> bool:
     return file.suffix.lower() in JSON_SUFFIXES and file.name not in METADATA_NAMES
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_columns(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_budget(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_renaming(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, [*value, *value.values()]))
+
+
+# Fields that are not text.
+FIELD_KINDS = {
+    "max_new_tokens": (_is_budget, "a whole number of at least 1"),
+    "columns": (_is_renaming, "a mapping from our column names to the data's"),
+    "image": (lambda value: _is_text(value) or _is_columns(value), "a column or a list of columns"),
+    "info": (_is_columns, "a list of columns"),
+}
+
+
 def read_yaml(path: str, known: tuple[str, ...], what: str) -> Row:
     """The fields of a YAML file; a relative `path` or `images` that lies beside the file starts there.
 
     Raises:
-        ValueError: it is not there, not a mapping, or has a field that is none of `known`.
+        ValueError: it is not there, not a mapping, or has a field that is none of `known` or of another kind.
     """
     file = Path(path).expanduser()
     try:
@@ -186,7 +212,12 @@ def read_yaml(path: str, known: tuple[str, ...], what: str) -> Row:
         raise ValueError(f"{what}{path}: expected fields such as path: and columns:")
     for name in said:
         if name not in known:
-            raise ValueError(f"{what}{path}: unknown field {name!r}; known: {', '.join(known)}")
+            raise ValueError(
+                f"{what}{path}: unknown field {name!r}{nearest(str(name), known)}; known: {', '.join(known)}"
+            )
+        is_right, wanted = FIELD_KINDS.get(name, (_is_text, "text"))
+        if said[name] is not None and not is_right(said[name]):
+            raise ValueError(f"{what}{path}: {name} must be {wanted}, got {said[name]!r}")
     for name in ("path", "images"):
         if isinstance(said.get(name), str) and (file.parent / said[name]).exists():
             said[name] = str(file.parent / said[name])

@@ -307,5 +307,7 @@ def test_a_yaml_file_renames_columns_and_budget(tmp_path: Path) -> None:
     assert (example.gold, task.max_new_tokens) == ("4", 7)
     assert np.array_equal(pixels(images_of(example.messages)[0]), np.asarray(shown(0)))
     (tmp_path / "bad.yaml").write_text("colums: {}\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="unknown field 'colums'; known: path, config, split, columns, images"):
+    with pytest.raises(
+        ValueError, match="unknown field 'colums'; did you mean columns\\?; known: path, config, split, columns, images"
+    ):
         select(["chartqa"], {"chartqa": str(tmp_path / "bad.yaml")})

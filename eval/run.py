@@ -87,6 +87,7 @@ def _prepare(settings: EvalSettings, tasks: Sequence[EvalTask], loader: answerin
         for path in dict.fromkeys(answering.checkpoint(settings, key) for key in keys if key not in done):
             if not any((resolve(path) / name).is_file() for name in ("config.json", "adapter_config.json")):
                 raise ValueError(f"{path}: no config.json, so this is not a model folder")
+    run_folder.companions(settings)
     stack.enter_context(state.lock(folder))
     run_folder.claim(folder, settings, tasks, done)
     state.merge_skipped(folder, state.merge(folder, lambda record: _scored_anew(record, settings, tasks)))

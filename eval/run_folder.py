@@ -20,7 +20,6 @@ FIXED = (
     *("seed", "batch_size", "threshold", "commit_rule", "entropy_bound", "block_length", "verifier_mix"),
     *("verification", "temperature", "top_p", "top_k", "quantize", "dtype", "device"),
 )
-CHECKPOINTS = ("model", "control", "adapter", "sampler")
 
 
 def claim(folder: Path, settings: EvalSettings, tasks: Sequence[EvalTask], records: Mapping[Key, Record]) -> None:
@@ -35,10 +34,8 @@ def claim(folder: Path, settings: EvalSettings, tasks: Sequence[EvalTask], recor
     path = folder / FILE
     stored = _read(path) if records else {}
     mine = {name: getattr(settings, name) for name in FIXED}
-    for name in CHECKPOINTS:
-        checkpoint = getattr(settings, name)
-        if checkpoint:
-            mine[name] = fingerprint(checkpoint, settings.model) or checkpoint
+    checkpoints = {"model": settings.model, "control": settings.control, **companions(settings)}
+    mine |= {name: fingerprint(checkpoint) or checkpoint for name, checkpoint in checkpoints.items() if checkpoint}
     different = [
         f"{name} {stored[name]!r}, not {mine[name]!r}" for name in mine if stored.get(name, mine[name]) != mine[name]
     ]
@@ -116,20 +113,37 @@ def _picture_bytes(picture: Any) -> bytes:
     return (text if text.startswith("data:") else Path(text).name).encode()
 
 
-def fingerprint(checkpoint: str, model: str = "") -> str | None:
-    """Hash over names, sizes and first mebibytes of the weight files; None for what is not a folder here (a hub id).
+def companions(settings: EvalSettings) -> dict[str, str]:
+    """Folders of the draft adapter and the learned sampler, where the settings use such.
 
-    `auto` is the draft adapter beside the weights of `model`.
+    Raises:
+        ValueError: there is none.
     """
-    folder = Path(model if checkpoint == "auto" else checkpoint)
-    if str(folder) == "nano":
+    from trimode_vlm.checkpoints import resolve
+    from trimode_vlm.draft_adapter import ADAPTER_FOLDER, find_adapter
+    from trimode_vlm.learned_sampler import SAMPLER_FOLDER, find_sampler
+
+    wanted = {}
+    if settings.adapter is not None:
+        wanted["adapter"] = (settings.adapter, find_adapter, ADAPTER_FOLDER)
+    if settings.commit_rule == "learned" and "diffusion" in settings.modes:
+        wanted["sampler"] = (settings.sampler or "auto", find_sampler, SAMPLER_FOLDER)
+    found = {}
+    for name, (where, find, beside) in wanted.items():
+        folder = find(where, resolve(settings.model))
+        if folder is None:
+            raise ValueError(f"{settings.model} has no {beside}/ beside its weights: give --{name} FOLDER")
+        found[name] = str(folder)
+    return found
+
+
+def fingerprint(checkpoint: str) -> str | None:
+    """Hash over names, sizes and first mebibytes of the weight files; None for what is not a folder here (a hub id)."""
+    folder = Path(checkpoint).expanduser()
+    if checkpoint == "nano":
         import trimode_vlm
 
         folder = Path(trimode_vlm.__file__).parent / "nano"
-    if checkpoint == "auto":
-        from trimode_vlm.draft_adapter import ADAPTER_FOLDER
-
-        folder = folder / ADAPTER_FOLDER
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None

@@ -169,8 +169,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="budget of an answer, of all or of one task; default: its own",
     )
     add("--adapter", help="draft adapter of self-speculation: a PEFT folder, or auto for the one beside the weights")
-    add("--sampler", help="folder of a learned sampler, for --commit-rule learned")
-    add("--quantize", help="4bit: the text layers in 4 bits (bitsandbytes, on a GPU)")
+    add("--sampler", help="folder of a learned sampler, for --commit-rule learned (default: beside the weights)")
+    add("--quantize", help="the text layers in int8, int4 or 4bit")
     add("--shuffle-images", action="store_true", help="also answer with the images of other samples, in the first mode")
     add("--control", help="another checkpoint to put beside the model, such as the AR-only one")
     add("--control-limit", type=int, help="samples per task of the two controls (default: as --limit)")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trimode_vlm.eval import nano_tasks, run, state
+from trimode_vlm.eval import nano_tasks, report_html, run, state
 from trimode_vlm.eval.tasks import EvalTask, Example
 
 PAD = 0
@@ -88,7 +88,9 @@ class StubModel:
 
 @pytest.fixture(autouse=True)
 def stub_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks above; and no page, whose plots take longer than everything else together."""
     monkeypatch.setattr(nano_tasks, "tasks", lambda: TASKS)
+    monkeypatch.setattr(report_html, "page", lambda result: "")
 
 
 def settings(tmp_path: Path, **changes: Any) -> run.EvalSettings:

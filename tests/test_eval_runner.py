@@ -457,6 +457,33 @@ def test_sampled_answers_depend_on_the_id_alone(tmp_path: Path, chat_model: Any,
         TASKS["spell"] = TASKS_BEFORE
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--adapter", "auto"], "has no linear_spec_lora/ beside its weights: give --adapter FOLDER"),
+        (["--adapter", "tests"], "tests: no adapter_config.json, so this is not a PEFT adapter folder"),
+        (
+            ["--mode", "diffusion", "--commit-rule", "learned"],
+            "has no learned_sampler/ beside its weights: give --sampler",
+        ),
+    ],
+)
+def test_a_missing_companion_stops_the_run_before_its_first_answer(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    def load(path: str, **options: Any) -> Any:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(answering, "load", load)
+    (tmp_path / "config.json").touch()
+    assert command(tmp_path, "--model", str(tmp_path), *options) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()
+
+
 def test_one_evaluation_at_a_time_holds_a_folder(tmp_path: Path) -> None:
     with state.lock(tmp_path / "out"), pytest.raises(ValueError, match="another evaluation is writing here"):
         evaluate(settings(tmp_path), StubModel())

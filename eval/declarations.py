@@ -87,7 +87,7 @@ class Benchmark:
             fingerprint=rows.fingerprint,
             metric=self.metric,
             needs_image=self.images is not no_image,
-            max_new_tokens=said.get("max_new_tokens", self.max_new_tokens),
+            max_new_tokens=said.get("max_new_tokens") or self.max_new_tokens,
             macro=self.macro,
         )
 

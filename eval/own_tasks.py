@@ -83,7 +83,6 @@ def load(path: str, data: str | None = None) -> EvalTask:
         )
     own = OwnColumns(**columns, template=said.get("template"), info=said.get("info") or (), metric=metric)
     own.check(first, path)
-    budget = said.get("max_new_tokens", MAX_NEW_TOKENS)
     return Benchmark(
         name=name,
         source=source,
@@ -93,7 +92,7 @@ def load(path: str, data: str | None = None) -> EvalTask:
         prompt=own.text,
         answer=own.right,
         metric=metric,
-        max_new_tokens=budget,
+        max_new_tokens=said.get("max_new_tokens") or MAX_NEW_TOKENS,
     ).task()
 
 

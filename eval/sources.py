@@ -103,12 +103,14 @@ class Rows:
 
     def _opened(self) -> tuple[Any, str, Path]:
         source = self.source
-        return _open(source.path, source.config, source.split, self.task)
+        file = Path(source.path).expanduser()
+        changed = file.stat().st_mtime_ns if file.exists() else 0
+        return _open(source.path, source.config, source.split, self.task, changed)
 
 
-# Tasks are selected several times in a process; the data is opened once.
+# Tasks are selected several times in a process; the data is opened once, unless its file has changed.
 @cache
-def _open(path: str, config: str | None, split: str, task: str) -> tuple[Any, str, Path]:
+def _open(path: str, config: str | None, split: str, task: str, changed: int) -> tuple[Any, str, Path]:
     """(rows, what messages call them, the folder of relative paths)."""
     place = Path(path).expanduser()
     tables = sorted(place.glob("*.tsv")) if place.is_dir() else [place]

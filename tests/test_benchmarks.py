@@ -34,8 +34,8 @@ PROMPTS = {
     "mmmu_pro": "Which sum is in <1>?\nA. $1\nB. $22\nC. $33\nD. $44\nE. $55\nF. $66\nG. $77\nH. $88\nI. $99\nJ. $10"
     f"{CHOICE}",
     "mmmu_pro_vision": "<1>Write out the multiple-choice question in the image and then solve it. The last line of "
-    "your response should be of the following format: 'Answer: $LETTER' (without quotes) where LETTER is one of options."
-    " Think step by step before answering.",
+    "your response should be of the following format: 'Answer: $LETTER' (without quotes) where LETTER is one of "
+    "options. Think step by step before answering.",
     "mathvista": "<1>Hint: Give a number with one decimal place.\nQuestion: How long is it?",
     "realworldqa": "<1>Where do we go?\n\nA. Left\nB. Right\nC. Straight\nPlease answer directly with the letter.",
     "ocrbench": "<1>what is written in the image?",

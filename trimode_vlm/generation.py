@@ -197,6 +197,7 @@ class Generation:
             num_forwards=row.nfe,
             seconds=row.seconds,
             canvas=step.canvas,
+            confidence=step.confidence,
             draft=step.draft,
             num_accepted=step.num_accepted,
             logprobs=None if logprobs is None else [entry.logprob for entry in logprobs],

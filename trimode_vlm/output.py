@@ -61,7 +61,8 @@ class TriModeGenerateOutput(ModelOutput):
 class StreamEvent:
     """One row's progress. `token_ids` are new and final; `num_forwards` counts all forwards of the row so far.
 
-    `canvas`: diffusion's present block, the mask token where nothing is committed. `draft` and `num_accepted`: the last
+    `canvas`: diffusion's present block, the mask token where nothing is committed; `confidence`: the probability with
+    which each token of it was committed, 0 at masks, 1 at its first. `draft` and `num_accepted`: the last
     cycle of self-speculation. `logprobs` and `top_logprobs` belong to `token_ids`, as in TriModeGenerateOutput.
     `finish_reason` is set on the row's last event.
     """
@@ -71,6 +72,7 @@ class StreamEvent:
     num_forwards: int
     seconds: float
     canvas: list[int] | None = None
+    confidence: list[float] | None = None
     draft: list[int] | None = None
     num_accepted: int | None = None
     logprobs: list[float] | None = None

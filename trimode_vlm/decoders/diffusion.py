@@ -40,8 +40,9 @@ def decode_diffusion(state: DecodeState) -> Iterator[list[Step]]:
         if len(full) < state.batch:
             tokens = _pick_open_rows(state, logits, blocks.masked)
             judged = _judge(state, logits, blocks)
-            chosen = _choose(logits, tokens, blocks.masked & ~state.held(blocks.canvas), state.settings, judged)
-            blocks.commit(tokens, chosen)
+            sure = confidence(logits, tokens, state.settings.sampling)
+            chosen = _choose(logits, sure, blocks.masked & ~state.held(blocks.canvas), state.settings, judged)
+            blocks.commit(tokens, sure, chosen)
         if len(full):
             state.cache.advance((is_full.long() * blocks.block_length).tolist())
             state.next_logits = state.next_logits.index_copy(0, full, logits[full, -1].to(state.next_logits.dtype))
@@ -50,12 +51,16 @@ def decode_diffusion(state: DecodeState) -> Iterator[list[Step]]:
 
 
 class _Blocks:
-    """The block that each row is filling: `canvas` and `masked` [B, k], and how much of it has been emitted."""
+    """The block that each row is filling: `canvas`, `masked`, `sure` [B, k], and how much of it has been emitted.
+
+    `sure` is the probability with which a token was committed; 1 for seeds, which come from causal passes.
+    """
 
     def __init__(self, block_length: int, mask_token_id: int, device: torch.device) -> None:
         self.block_length, self.mask_token_id = block_length, mask_token_id
         self.canvas = torch.empty(0, block_length, dtype=torch.long, device=device)
         self.masked = self.canvas.bool()
+        self.sure = self.canvas.float()
         self.emitted: list[int] = []
 
     def add(self, state: DecodeState, count: int) -> None:
@@ -63,6 +68,7 @@ class _Blocks:
         new = (count, self.block_length)
         self.canvas = torch.cat((self.canvas, self.canvas.new_zeros(new)))
         self.masked = torch.cat((self.masked, self.masked.new_zeros(new)))
+        self.sure = torch.cat((self.sure, self.sure.new_zeros(new)))
         self.emitted += [0] * count
         self.start(state, torch.arange(state.batch - count, state.batch, device=self.canvas.device))
 
@@ -73,27 +79,32 @@ class _Blocks:
         self.canvas[index, 0] = pick(state.next_logits[index], state.settings.sampling, generators)
         self.masked[index] = True
         self.masked[index, 0] = False
+        self.sure[index] = 0.0
+        self.sure[index, 0] = 1.0
         for i in index.tolist():
             self.emitted[i] = 0
 
-    def commit(self, tokens: Tensor, chosen: Tensor) -> None:
+    def commit(self, tokens: Tensor, sure: Tensor, chosen: Tensor) -> None:
         self.canvas = torch.where(chosen, tokens, self.canvas)
+        self.sure = torch.where(chosen, sure.float(), self.sure)
         self.masked = self.masked & ~chosen
 
     def keep(self, kept: Tensor | None) -> None:
         """Follow `drop_finished`."""
         if kept is not None:
-            self.canvas, self.masked = self.canvas[kept], self.masked[kept]
+            self.canvas, self.masked, self.sure = self.canvas[kept], self.masked[kept], self.sure[kept]
             self.emitted = [self.emitted[i] for i in kept.tolist()]
 
     def steps(self, state: DecodeState, first: int, cost: int) -> list[Step]:
         """The Steps of the rows from `first` on: what is newly committed without a gap; moves `emitted` along."""
         steps = []
         run = (~self.masked).long().cumprod(-1).sum(-1).tolist()
+        sure = self.sure.tolist()
         for i in range(first, state.batch):
             ids = self.canvas[i].tolist()
             new = ids[self.emitted[i] : run[i]]
-            steps.append(Step(row=state.rows[i], token_ids=new, num_forwards=cost, canvas=ids))
+            step = Step(row=state.rows[i], token_ids=new, num_forwards=cost, canvas=ids, confidence=sure[i])
+            steps.append(step)
             self.emitted[i] = run[i]
         return steps
 
@@ -114,12 +125,9 @@ def _judge(state: DecodeState, logits: Tensor, blocks: _Blocks) -> Tensor | None
     return sampler.probabilities(state.model, logits, blocks.canvas, blocks.masked)
 
 
-def _choose(logits: Tensor, tokens: Tensor, masked: Tensor, settings: Settings, judged: Tensor | None = None) -> Tensor:
+def _choose(logits: Tensor, sure: Tensor, masked: Tensor, settings: Settings, judged: Tensor | None = None) -> Tensor:
     """Which masked positions to commit now: bool [B, k], at least one in every row that has a mask."""
-    if settings.commit_rule == "entropy":
-        score = -entropy(logits)
-    else:
-        score = confidence(logits, tokens, settings.sampling)
+    score = -entropy(logits) if settings.commit_rule == "entropy" else sure
     score = score.masked_fill(~masked, float("-inf"))
     best = torch.zeros_like(masked).scatter(-1, score.argmax(-1, keepdim=True), True)
     if settings.commit_rule == "entropy":

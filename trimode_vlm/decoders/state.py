@@ -41,7 +41,8 @@ class Step:
     """What a round brought to one row.
 
     `token_ids` are final and follow those of earlier steps. `num_forwards` counts the decode forwards that the row
-    took part in since its last step. Diffusion shows its `canvas` (the mask token where nothing is committed);
+    took part in since its last step. Diffusion shows its `canvas` (the mask token where nothing is committed) and the
+    `confidence` with which each token was committed;
     self-speculation shows its `draft` and how many of it were accepted. `logprobs` has an entry per token
     where they are asked for.
     """
@@ -50,6 +51,7 @@ class Step:
     token_ids: list[int]
     num_forwards: int
     canvas: list[int] | None = None
+    confidence: list[float] | None = None
     draft: list[int] | None = None
     num_accepted: int | None = None
     logprobs: list[TokenLogprob] | None = None

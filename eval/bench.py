@@ -11,24 +11,32 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trimode_vlm.cli import UsageError, check_dtype, print_settings
+from trimode_vlm.eval import bench_frontier
+from trimode_vlm.eval.arguments import check_file
 
 EXAMPLES = """examples:
   trimode-vlm bench decode
   trimode-vlm bench decode --threads 1 --repeats 7 --json reports/decode.json
   trimode-vlm bench decode --quick
   trimode-vlm bench decode --quantize int8
+  trimode-vlm bench frontier --limit 5 --plot reports/frontier.png --json reports/frontier.json
+  trimode-vlm bench frontier --modes diffusion --block-lengths 32 --thresholds 0.95,0.9,0.8,0.7,0.6,0.5
   trimode-vlm bench train
 """
-# The options of each beside those of all, with their defaults, and what --quick makes of them.
+# The options of each beside those of all, with their defaults, and other ones for --quick.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "decode": {"new_tokens": 128, "samples": 8, "adapter": None, "quantize": None, "dtype": None},
-    "train": {"samples": 4},
+    "decode": {"repeats": 5, "new_tokens": 128, "samples": 8, "adapter": None, "quantize": None, "dtype": None},
+    "frontier": bench_frontier.DEFAULTS,
+    "train": {"repeats": 5, "samples": 4},
 }
-QUICK: dict[str, dict[str, Any]] = {"decode": {"new_tokens": 8, "samples": 1}, "train": {"samples": 2}}
+QUICK: dict[str, dict[str, Any]] = {
+    "decode": {"repeats": 1, "new_tokens": 8, "samples": 1},
+    "frontier": bench_frontier.QUICK,
+    "train": {"repeats": 1, "samples": 2},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,15 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("what", choices=list(DEFAULTS), help="what to measure")
     add("--model", default="nano", help="checkpoint that knows the held-out tasks (default: the shipped nano)")
     add("--threads", type=int, default=1, help="CPU threads (default 1)")
-    add("--repeats", type=int, default=5, help="interleaved repetitions of every comparison (default 5)")
+    add("--repeats", type=int, help="not of frontier: interleaved repetitions of every comparison (default 5)")
     add("--new-tokens", type=int, help="decode only: tokens per AR answer in the comparisons (default 128)")
     add("--samples", type=int, help="decode: held-out answers of over 200 tokens (default 8); train: rows (default 4)")
-    add("--adapter", help="decode: also draft with this adapter, a PEFT folder or auto")
-    add("--quantize", help="decode: also with text layers in int8, int4 or 4bit")
-    add("--dtype", help="decode: such as bfloat16 (default: the checkpoint's)")
+    add("--adapter", help="decode, frontier: also draft with this adapter, a PEFT folder or auto")
+    add("--quantize", help="decode, frontier: also with text layers in int8, int4 or 4bit")
+    add("--dtype", help="decode, frontier: such as bfloat16 (default: the checkpoint's)")
     add("--seed", type=int, default=0, help="which held-out samples, or which random rows (default 0)")
     add("--json", metavar="FILE", help="also write the JSON document to this file")
     add("--quick", action="store_true", help="one repetition of everything, small sizes: shows that it runs, no more")
+    bench_frontier.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,13 +69,14 @@ def run(args: argparse.Namespace) -> int:
 
     logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    print_settings({name: value for name, value in vars(args).items() if value is not None})
+    settings = {name: value for name, value in vars(args).items() if value is not None}
+    print_settings(settings)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result: dict[str, Any] = {"settings": {**versions, "threads": args.threads, "repeats": args.repeats}}
+    result: dict[str, Any] = {"settings": versions | settings}
 
-    def note(name: str, title: str, values: dict[str, Any]) -> None:
+    def note(name: str, title: str, values: dict[str, Any], text: str | None = None) -> None:
         result[name] = values
-        report(title, values)
+        report(title, values if text is None else text)
 
     name = f"bench_{args.what}"
     measure = getattr(importlib.import_module(f"trimode_vlm.eval.{name}"), name)
@@ -91,18 +101,21 @@ def check(args: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     check_dtype(args.dtype)
-    if args.json is not None and (not Path(args.json).parent.is_dir() or Path(args.json).is_dir()):
-        raise UsageError(f"--json {args.json}: not a file in a folder that exists")
-    if args.quick:
-        args.repeats = 1
-    for name, value in (QUICK if args.quick else DEFAULTS)[args.what].items():
-        if args.quick or getattr(args, name) is None:
-            setattr(args, name, value)
+    check_file("--json", args.json)
+    defaults = DEFAULTS[args.what] | (QUICK[args.what] if args.quick else {})
+    given = [name for name in defaults if getattr(args, name) is not None]
+    for name in defaults.keys() - set(given):
+        setattr(args, name, defaults[name])
+    if args.what == "frontier":
+        bench_frontier.check(args, given)
 
 
-def report(title: str, values: Mapping[str, Any]) -> None:
-    """Print one comparison as `name: value` lines, numbers to four digits."""
+def report(title: str, values: Mapping[str, Any] | str) -> None:
+    """Print one comparison, a text as it is, values as `name: value` lines, numbers to four digits."""
     print(f"\n{title}")
+    if isinstance(values, str):
+        print(f"\n{values}")
+        values = {}
     for name, value in values.items():
         items = value.items() if isinstance(value, Mapping) else [("", value)]
         for key, item in items:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 COMMANDS = {
     "chat": ("trimode_vlm.terminal", "ask a model about pictures: one question, a conversation, or all modes compared"),
+    "demo": ("trimode_vlm.demo.web", "a web chat: pictures, all modes side by side, tokens per forward as it happens"),
     "serve": ("trimode_vlm.demo.serve", "an OpenAI-compatible server, with the web chat beside it if asked"),
     "convert": ("trimode_vlm.convert", "write a checkpoint in another layout"),
     "train": ("trimode_vlm.training.cli", "train a model from a recipe or a YAML file"),

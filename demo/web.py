@@ -1,0 +1,61 @@
+"""`trimode-vlm demo`: the web page on a server of its own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+
+from trimode_vlm.cli import UsageError, main, print_settings
+from trimode_vlm.demo.serve import add_engine_arguments, add_model_arguments, check_engine_arguments, engine_settings
+from trimode_vlm.demo.serve import load_model as load
+
+EXAMPLES = """examples:
+  trimode-vlm demo
+  trimode-vlm demo --model path/to/checkpoint --dtype bfloat16 --device cuda --host 0.0.0.0 --port 7860
+  trimode-vlm serve --ui        # the same page beside an OpenAI-compatible server
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `trimode-vlm demo`."""
+    add = parser.add_argument
+    add_model_arguments(parser)
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    add("--port", type=int, default=7860, help="port to listen on (default 7860)")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C; returns the exit code."""
+    if importlib.util.find_spec("gradio") is None:
+        raise UsageError("the web chat needs gradio (pip install 'trimode-vlm[demo]')")
+    check_engine_arguments(args)
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"--port must lie between 0 and 65535, got {args.port}")
+    print_settings({name: value for name, value in vars(args).items() if value is not None})
+    # Read when gradio loads.
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    from trimode_vlm.demo import app
+    from trimode_vlm.engine import Engine
+
+    model, processor = load(args)
+    with Engine(model, processor, engine_settings(args)) as engine:
+        blocks = app.build(engine)
+        blocks.queue(default_concurrency_limit=None)
+        blocks.launch(
+            server_name=args.host, server_port=args.port, theme=app.THEME, css=app.CSS, head=app.HEAD,
+            allowed_paths=[str(app.EXAMPLES)], footer_links=["api"], ssr_mode=False, quiet=True,
+            prevent_thread_lock=True,
+        )  # fmt: skip
+        print(f"trimode-vlm demo: open http://{args.host}:{args.port}", file=sys.stderr, flush=True)
+        try:
+            blocks.block_thread()
+        finally:
+            blocks.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(["demo", *sys.argv[1:]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -115,15 +116,14 @@ def images_of(messages: Messages) -> list[Any]:
 
 
 def with_images(example: Example, images: Sequence[Any]) -> Example:
-    """The same question about other pictures.
+    """The same question about other pictures; too few of them are shown again, too many are left out.
 
     Raises:
-        ValueError: the number of pictures differs from the number of image parts.
+        ValueError: there is an image part and no picture.
     """
-    wanted = len(images_of(example.messages))
-    if len(images) != wanted:
-        raise ValueError(f"example {example.id} has {wanted} images but received {len(images)}")
-    rest = iter(images)
+    if not images and images_of(example.messages):
+        raise ValueError(f"example {example.id} has {len(images_of(example.messages))} images but received 0")
+    rest = itertools.cycle(images)
 
     def swap(content: Any) -> Any:
         if isinstance(content, str):

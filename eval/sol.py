@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trimode_vlm.cli import UsageError, check_device, main, print_settings
 from trimode_vlm.eval import sol_report
+from trimode_vlm.eval.arguments import check_file, check_plot, numbers
 from trimode_vlm.eval.metrics import score
 from trimode_vlm.eval.sol_report import ORACLE, Record
 from trimode_vlm.eval.tasks import EvalTask, select
@@ -67,19 +67,14 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> list[EvalTask]:
     """Read the lists in place; return the tasks. Raises UsageError for what could not be measured or written."""
-    args.block_lengths = _numbers(args.block_lengths, int, "--block-lengths", 1, MAX_BLOCK_LENGTH)
-    args.thresholds = _numbers(args.thresholds, float, "--thresholds", 0, 1)
+    args.block_lengths = numbers(args.block_lengths, int, "--block-lengths", 1, MAX_BLOCK_LENGTH)
+    args.thresholds = numbers(args.thresholds, float, "--thresholds", 0, 1)
     for name, least in (("limit", 1), ("budget", 0), ("probes", 1), ("max_new_tokens", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
-            raise UsageError(f"{option} {path}: not a file in a folder that exists")
-    if args.plot and Path(args.plot).suffix != ".png":
-        raise UsageError(f"--plot {args.plot}: the plot is a .png")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib (pip install 'trimode-vlm[eval]')")
+    check_file("--json", args.json)
+    check_plot(args.plot)
     check_device(args.device)
     try:
         tasks = select([name.strip() for name in args.tasks.split(",") if name.strip()])
@@ -88,17 +83,6 @@ def check(args: argparse.Namespace) -> list[EvalTask]:
     if not tasks:
         raise UsageError("--tasks names no task")
     return tasks
-
-
-def _numbers(text: str, kind: Callable[[str], Any], option: str, least: float, most: float) -> list[Any]:
-    try:
-        values = [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        values = []
-    # 0 is no threshold: everything would be committed at once.
-    if not values or not all(max(least, 1e-9) <= value <= most for value in values):
-        raise UsageError(f"{option} takes numbers such as 4,8 or 0.9,0.7 (from {least} to {most}), got {text!r}")
-    return list(dict.fromkeys(values))
 
 
 def samplers(block_length: int, thresholds: Sequence[float], longest_learned: int = 0) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimode_vlm.eval import plotting, tables
 from trimode_vlm.eval.metrics import mean
 
 ORACLE = "speed of light (oracle)"
@@ -152,11 +153,11 @@ def _sampler_table(lengths: Mapping[str, Any]) -> str:
                 f"{c['steps']:,}",
                 f"{c['decode_forwards']:,}",
             ]
-            row += [_number(c[key]) for key in ("acceptance", "committed_per_step", "tpf_decode")]
-            rows.append([*row, f"{c['equals_target']}/{c['prompts']}", _number(c["score"], 3)])
+            row += [tables.number(c[key]) for key in ("acceptance", "committed_per_step", "tpf_decode")]
+            rows.append([*row, f"{c['equals_target']}/{c['prompts']}", tables.number(c["score"], 3)])
     head = ["block", "sampler", "prompts", "tokens", "denoise or draft forwards", "decode forwards"]
     head += ["acceptance (tokens per denoise step)", "committed per step (no seeds)", "TPF", "equals target", "score"]
-    return _table(head, rows)
+    return tables.markdown(head, rows)
 
 
 def _task_table(groups: Mapping[str, Any]) -> str:
@@ -167,9 +168,9 @@ def _task_table(groups: Mapping[str, Any]) -> str:
     head += [f"{name}: TPF at {last}" for name in others]
     rows = []
     for task, cells in groups.items():
-        row = [task, *[_number(cells[n][ORACLE]["acceptance"]) for n in lengths]]
-        rows.append(row + [_number(cells[last][name]["tpf_decode"]) for name in (ORACLE, *others)])
-    return _table(head, rows)
+        row = [task, *[tables.number(cells[n][ORACLE]["acceptance"]) for n in lengths]]
+        rows.append(row + [tables.number(cells[last][name]["tpf_decode"]) for name in (ORACLE, *others)])
+    return tables.markdown(head, rows)
 
 
 def _search_table(result: Result) -> str:
@@ -186,9 +187,10 @@ def _search_table(result: Result) -> str:
     rows = []
     for length, o in result["oracle"].items():
         row = [length, *[f"{o[key]:,}" for key in ("blocks", "replayed_blocks", "serial_steps", "steps")]]
-        row += [_number(o["simulation_forwards_per_block"], 1), f"{o['most_simulation_forwards']:,}"]
+        row += [tables.number(o["simulation_forwards_per_block"], 1), f"{o['most_simulation_forwards']:,}"]
         rows.append([*row, f"{o['over_budget_blocks']}"])
-    return f"the oracle's search (budget {result['settings']['budget']} forwards per block):\n\n{_table(head, rows)}"
+    budget = result["settings"]["budget"]
+    return f"the oracle's search (budget {budget} forwards per block):\n\n{tables.markdown(head, rows)}"
 
 
 def _notes(result: Result) -> str:
@@ -198,19 +200,15 @@ def _notes(result: Result) -> str:
         same = result["same_answers"][length][sampler]
         lines.append(
             f"{name} has more TPF than the oracle; on the {same['prompts']} prompts where it gives the target it has "
-            f"{_number(same['tpf_decode'])} and the oracle {_number(same['oracle_tpf_decode'])}."
+            f"{tables.number(same['tpf_decode'])} and the oracle {tables.number(same['oracle_tpf_decode'])}."
         )
     return "\n".join(f"- {line}" for line in lines)
 
 
 def plot(result: Result, path: Path) -> None:
     """Acceptance and TPF by block length for every sampler, and acceptance by task at the longest block, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     groups = result["groups"]
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = plotting.new_figure(13, 9)
     figure.suptitle("Speed of light: an oracle against the model's own serial output, beside real samplers")
     axes = figure.subplot_mosaic([["acceptance", "tasks"], ["tpf_decode", "tasks"]], width_ratios=[3, 2])
     lengths = sorted(groups["all"], key=int)
@@ -235,7 +233,7 @@ def plot(result: Result, path: Path) -> None:
         axes[key].grid(alpha=0.25)
     axes["acceptance"].legend(fontsize=8)
     _draw_tasks(axes["tasks"], groups, lengths[-1])
-    figure.savefig(path, dpi=110)
+    plotting.save(figure, path)
 
 
 def _draw_tasks(axis: Any, groups: Mapping[str, Any], length: str) -> None:
@@ -253,15 +251,16 @@ def _draw_tasks(axis: Any, groups: Mapping[str, Any], length: str) -> None:
     axis.legend(fontsize=8)
 
 
-# Okabe and Ito's colours, which stay apart for colour-blind eyes and in print.
+# Of Okabe and Ito too, as those of the modes.
 _THRESHOLD_COLORS = ("#D55E00", "#E69F00", "#CC79A7", "black")
 _LEARNED_COLORS = ("#882255", "#999933", "#44AA99", "#332288")
 
 
 def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Colour and line of each sampler."""
-    fixed = {ORACLE: ("#BBBBBB", "-"), "serial": ("#56B4E9", ":"), "linear_spec": ("#0072B2", "--"),
-             "quadratic_spec": ("#009E73", "--")}  # fmt: skip
+    fixed = {ORACLE: ("#BBBBBB", "-"), "serial": ("#56B4E9", ":")} | {
+        mode: (color, "--") for mode, color in plotting.MODE_COLORS.items()
+    }
     colors = {}
     for kind, palette, line in (("threshold", _THRESHOLD_COLORS, "-"), ("learned", _LEARNED_COLORS, "-.")):
         own = [name for name in names if name.startswith(kind)]
@@ -279,11 +278,3 @@ def _prompt(record: Record) -> tuple[str, int, int]:
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in [list(head), ["---"] * len(head), *rows])

@@ -470,7 +470,7 @@ def test_the_command_on_held_out_prompts(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tasks", "grid_jsn"], "did you mean 'grid_json'"),
+        (["--tasks", "grid_jsn"], "did you mean grid_json?"),
         (["--block-lengths", "4,x"], "--block-lengths takes numbers"),
         (["--block-lengths", "0"], "--block-lengths takes numbers"),
         (["--thresholds", "0"], "--thresholds takes numbers"),

@@ -64,6 +64,11 @@ def built(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return json.loads(json.dumps(report.build(settings(), lines)))
 
 
+@pytest.fixture(scope="module")
+def page(built: dict[str, Any]) -> str:
+    return report_html.page(built)
+
+
 def naive(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one cell by plain arithmetic, none of it the library's."""
     n = len(lines)
@@ -328,8 +333,7 @@ def parsed(page: str) -> Structure:
     return structure
 
 
-def test_page_is_whole_and_fetches_nothing(built: dict[str, Any]) -> None:
-    page = report_html.page(built)
+def test_page_is_whole_and_fetches_nothing(page: str) -> None:
     found = parsed(page)
     assert not {"script", "link", "iframe", "img", "object", "embed"} & set(found.tags)
     assert all(link.startswith("#") and link[1:] in found.ids for link in found.links) and found.links
@@ -338,16 +342,16 @@ def test_page_is_whole_and_fetches_nothing(built: dict[str, Any]) -> None:
     assert page.count("<svg") == 3 and 'name="viewport"' in page and "prefers-color-scheme: dark" in page
 
 
-def test_page_shows_other_peoples_text_as_text(built: dict[str, Any]) -> None:
-    found = parsed(report_html.page(built))
+def test_page_shows_other_peoples_text_as_text(page: str) -> None:
+    found = parsed(page)
     assert SCRIPT in found.text, "the prediction, letter by letter"
     assert any(EVIL_TASK in text for text in found.text) and any("some/<model>" in text for text in found.text)
     assert not {"b", "i"} & set(found.tags)
     assert any("a|b <b>" in text for text in found.text)
 
 
-def test_plots_say_in_words_what_they_show(built: dict[str, Any]) -> None:
-    labels = [label for label in parsed(report_html.page(built)).labels if label.startswith(("Line", "Bars", "Hist"))]
+def test_plots_say_in_words_what_they_show(page: str, built: dict[str, Any]) -> None:
+    labels = [label for label in parsed(page).labels if label.startswith(("Line", "Bars", "Hist"))]
     accepted = [int(n) for n, count in built["accepted_lengths"]["linear_spec"].items() for _ in range(count)]
     assert len(labels) == 3 and f"{statistics.fmean(accepted):.2f} tokens a cycle" in labels[1]
     last = built["tpf_by_length"]["diffusion"][-1]
@@ -364,8 +368,8 @@ def test_page_without_matplotlib_says_so(built: dict[str, Any], monkeypatch: pyt
     assert "<svg" not in page and "matplotlib is not installed" in page and "Every task in every mode" in page
 
 
-def test_page_is_the_same_each_time(built: dict[str, Any]) -> None:
-    assert report_html.page(built) == report_html.page(built)
+def test_page_is_the_same_each_time(page: str, built: dict[str, Any]) -> None:
+    assert report_html.page(built) == page
 
 
 def browser() -> str | None:
@@ -397,11 +401,10 @@ for (const width of [390, 1280]) {
 
 
 @pytest.mark.skipif(browser() is None, reason="no Chromium here (apt-get install chromium)")
-def test_page_in_a_browser(built: dict[str, Any], tmp_path: Path) -> None:
+def test_page_in_a_browser(page: str, tmp_path: Path) -> None:
     """No sideways scrolling on a phone's width, wide tables scroll in their own box, nothing fetched, no complaint."""
-    page = json.dumps(report_html.page(built)).replace("</", "<\\/")
     path = tmp_path / "watch.html"
-    path.write_text(WATCH.replace("PAGE", page), encoding="utf-8")
+    path.write_text(WATCH.replace("PAGE", json.dumps(page).replace("</", "<\\/")), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     flags += ["--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--virtual-time-budget=20000"]

@@ -51,9 +51,10 @@ class Page:
         except (ValueError, RequestError) as error:
             yield history, gr.skip(), gr.skip(), records, f"⚠ {error}"
             return
-        answer = {"role": "assistant", "content": ""}
+        answer: dict[str, Any] = {"role": "assistant", "content": []}
         for live in self._follow(request, session):
-            answer["content"] = live.text
+            # As a part: Gradio strips the indentation of bare text.
+            answer["content"] = [{"type": "text", "text": live.text}]
             yield [*history, answer], panels.stats(live.record()), self._canvas(live), records, ""
         record = live_record(request)
         note = f"⚠ {request.error}" if request.error is not None else ""
@@ -145,7 +146,7 @@ def live_record(request: Request) -> dict[str, Any]:
 def user_message(value: dict[str, Any] | str | None) -> dict[str, Any]:
     """What a text box gave (text and files) as a message of the history."""
     value = {"text": value, "files": []} if isinstance(value, str) else value or {"text": "", "files": []}
-    files = [{"type": "file", "file": {"path": _path_of(f)}} for f in value.get("files") or []]
+    files = [{"path": _path_of(f), "alt_text": Path(_path_of(f)).name} for f in value.get("files") or []]
     text = (value.get("text") or "").strip()
     return {"role": "user", "content": [*files, *([{"type": "text", "text": text}] if text else [])]}
 

@@ -47,15 +47,16 @@ def test_a_measurement_runs_cycles_and_leaves_no_trace(monkeypatch: pytest.Monke
     state = torch.get_rng_state()
     sizes = count_forwards(model)
     monkeypatch.setattr(calibration, "BUDGET_SEC", 0.0)
+    monkeypatch.setattr(calibration, "RUN_SEC", 1e-12)
     seconds = calibration.measure(model, 4)
-    # One round: a forward for one token, a draft and its check for each longer block.
-    assert sizes == [4] * (2 * len(TOKENS) - 1) and set(seconds) == set(TOKENS) and min(seconds.values()) > 0
+    # A cycle to warm up; one round: a forward for one token, a draft and its check for each longer block.
+    assert sizes == [4] * (2 + 2 * len(TOKENS) - 1) and set(seconds) == set(TOKENS) and min(seconds.values()) > 0
     assert torch.equal(state, torch.get_rng_state())
-    monkeypatch.undo()
-    monkeypatch.setattr(calibration, "REPEATS", 3)
+    monkeypatch.setattr(calibration, "BUDGET_SEC", 60.0)
+    monkeypatch.setattr(calibration, "ROUNDS", 3)
     sizes.clear()
     calibration.measure(model, 1)
-    assert len(sizes) == 4 * (2 * len(TOKENS) - 1)
+    assert len(sizes) == 2 + 3 * (2 * len(TOKENS) - 1)
 
 
 @pytest.fixture

@@ -33,8 +33,10 @@ CACHE_VARIABLE = "TRIMODE_VLM_CACHE"
 ROWS = (1, 2, 4, 8, 16)
 TOKENS = (1, 2, 4, 8, 16, 32)
 PREFIX_TOKENS = 256
-REPEATS = 25
-# What more rows or repetitions may take in all; the first round over one row is made however long it is.
+ROUNDS = 8
+# Cycles of one block length that follow each other take at least this together.
+RUN_SEC = 0.005
+# What more rows or rounds may take in all; the first round over one row is made however long it is.
 BUDGET_SEC = 2.0
 
 # seconds_per_forward[rows][tokens per row]
@@ -135,7 +137,7 @@ def policy_for(model: TriModeVLM, rows: int = 1) -> Policy:
 
 @torch.inference_mode()
 def measure(model: TriModeVLM, rows: int) -> dict[int, float]:
-    """Median seconds of a forward by tokens per row: cycles of each block length in turns, as `auto` decodes them."""
+    """Median seconds of a forward by tokens per row: cycles as `auto` decodes them, a run of each length in turns."""
     from .decoders.auto import cycle
 
     state, prefix = _scratch_state(model, rows)
@@ -143,16 +145,20 @@ def measure(model: TriModeVLM, rows: int) -> dict[int, float]:
     seconds: dict[int, list[float]] = {tokens: [] for tokens in TOKENS}
     clock = _clock(model.device)
     start = time.perf_counter()
-    for _ in range(REPEATS + 1):
+    cycle(state, seed, TOKENS[1], [])  # whatever is made at first use
+    for _ in range(ROUNDS):
         for tokens in TOKENS:
-            state.cache.set_lengths(prefix)
-            begin = clock()
-            cycle(state, seed, tokens, [])
-            seconds[tokens].append((clock() - begin) / (2 if tokens > 1 else 1))
+            run: list[float] = []
+            while sum(run) < RUN_SEC:
+                state.cache.set_lengths(prefix)
+                begin = clock()
+                cycle(state, seed, tokens, [])
+                run.append(clock() - begin)
+            # A cycle behind one of another length finds less of the weights in the processor's caches.
+            seconds[tokens] += [sec / (2 if tokens > 1 else 1) for sec in run[1:] or run]
         if time.perf_counter() - start > BUDGET_SEC / len(ROWS):
             break
-    # The first round warms up, unless it is the only one.
-    return {tokens: statistics.median(values[1:] or values) for tokens, values in seconds.items()}
+    return {tokens: statistics.median(values) for tokens, values in seconds.items()}
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimode_vlm.cli import UsageError, check_dtype, print_settings
-from trimode_vlm.eval import bench_frontier
-from trimode_vlm.eval.arguments import check_file
+from trimode_vlm.eval import bench_frontier, bench_modes
+from trimode_vlm.eval.arguments import check_file, check_plot
 
 EXAMPLES = """examples:
   trimode-vlm bench decode
@@ -24,17 +24,20 @@ EXAMPLES = """examples:
   trimode-vlm bench decode --quantize int8
   trimode-vlm bench frontier --limit 5 --plot reports/frontier.png --json reports/frontier.json
   trimode-vlm bench frontier --modes diffusion --block-lengths 32 --thresholds 0.95,0.9,0.8,0.7,0.6,0.5
+  trimode-vlm bench modes --plot reports/modes.png
   trimode-vlm bench train
 """
 # The options of each beside those of all, with their defaults, and other ones for --quick.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "decode": {"repeats": 5, "new_tokens": 128, "samples": 8, "adapter": None, "quantize": None, "dtype": None},
     "frontier": bench_frontier.DEFAULTS,
+    "modes": bench_modes.DEFAULTS,
     "train": {"repeats": 5, "samples": 4},
 }
 QUICK: dict[str, dict[str, Any]] = {
     "decode": {"repeats": 1, "new_tokens": 8, "samples": 1},
     "frontier": bench_frontier.QUICK,
+    "modes": bench_modes.QUICK,
     "train": {"repeats": 1, "samples": 2},
 }
 
@@ -47,10 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=1, help="CPU threads (default 1)")
     add("--repeats", type=int, help="not of frontier: interleaved repetitions of every comparison (default 5)")
     add("--new-tokens", type=int, help="decode only: tokens per AR answer in the comparisons (default 128)")
-    add("--samples", type=int, help="decode: held-out answers of over 200 tokens (default 8); train: rows (default 4)")
-    add("--adapter", help="decode, frontier: also draft with this adapter, a PEFT folder or auto")
+    samples = "decode: held-out answers of over 200 tokens (default 8); modes: requests (default 16); train: rows"
+    add("--samples", type=int, help=f"{samples} (default 4)")
+    add("--adapter", help="decode, frontier: also draft with this adapter, a PEFT folder or auto; modes: draft with it")
     add("--quantize", help="decode, frontier: also with text layers in int8, int4 or 4bit")
-    add("--dtype", help="decode, frontier: such as bfloat16 (default: the checkpoint's)")
+    add("--dtype", help="not of train: such as bfloat16 (default: the checkpoint's)")
+    add("--plot", metavar="FILE.png", help="frontier, modes: draw the curves")
     add("--seed", type=int, default=0, help="which held-out samples, or which random rows (default 0)")
     add("--json", metavar="FILE", help="also write the JSON document to this file")
     add("--quick", action="store_true", help="one repetition of everything, small sizes: shows that it runs, no more")
@@ -102,6 +107,7 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     check_dtype(args.dtype)
     check_file("--json", args.json)
+    check_plot(args.plot)
     defaults = DEFAULTS[args.what] | (QUICK[args.what] if args.quick else {})
     given = [name for name in defaults if getattr(args, name) is not None]
     for name in defaults.keys() - set(given):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimode_vlm.cli import UsageError, check_device, nearest
-from trimode_vlm.eval.arguments import check_plot, numbers
+from trimode_vlm.eval.arguments import numbers
 
 if TYPE_CHECKING:
     from trimode_vlm.eval.settings import EvalSettings
@@ -90,7 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--entropy-bounds", help=f"of the rule entropy {default['entropy_bounds']}")
     add("--sampler", metavar="FOLDER", help="learned sampler; default: learned_sampler/ beside the weights, if there")
     add("--max-new-tokens", type=int, help="budget of every answer; default: the task's")
-    add("--plot", metavar="FILE.png", help="draw accuracy against TPF and against seconds")
     add("--device", help="such as cuda (default: cpu)")
 
 
@@ -132,7 +131,6 @@ def check(args: argparse.Namespace, given: Sequence[str]) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    check_plot(args.plot)
     check_device(args.device)
     try:
         tasks = select(names_in(args.tasks))

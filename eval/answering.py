@@ -137,6 +137,8 @@ class Answerer:
                 "question_id": example.info.get("question_id"),
                 "seed": example.seed,
                 "category": example.category,
+                **({"macro": True} if task.macro else {}),
+                "question": question_text(example),
                 "prediction": self.processor.decode(ids, skip_special_tokens=True),
                 "gold": example.gold,
                 # All that the metric reads, so that a line can be scored again without its data set.
@@ -202,6 +204,13 @@ def scored(record: Mapping[str, Any], metric: str, style: str) -> Record:
     """
     result = score(metric, record["prediction"], record["gold"], record.get("info"), style)
     return {**record, "metric": metric, "metric_style": style, "score": result.score, "parsed": result.parsed}
+
+
+def question_text(example: Example) -> str:
+    """The text of the last message; pictures in it are left out."""
+    content = example.messages[-1]["content"]
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "\n".join(part["text"] for part in parts if "text" in part)
 
 
 def _example(task: EvalTask, key: Key, seed: int) -> Example:

@@ -255,7 +255,7 @@ def test_records_hold_what_reports_and_metrics_read(tmp_path: Path, monkeypatch:
         info = {"question_id": f"q{index}", "choices": ["x", "y"]}
         return replace(example(index, seed), category="odd" if index % 2 else "even", info=info)
 
-    monkeypatch.setitem(TASKS, "spell", replace(TASKS["spell"], example=make))
+    monkeypatch.setitem(TASKS, "spell", replace(TASKS["spell"], example=make, macro=True))
     chosen = settings(tmp_path, modes=("ar",), limit=2)
     evaluate(chosen, StubModel())
     first, second = lines(chosen)
@@ -263,7 +263,8 @@ def test_records_hold_what_reports_and_metrics_read(tmp_path: Path, monkeypatch:
     assert len(hashes) == 4
     assert second == {
         **{"run": "model", "task": "spell", "mode": "ar", "id": 1, "image_from": 1, "question_id": "q1", "seed": 0},
-        **{"category": "odd", "prediction": "bbbb", "gold": "bbbb", "score": 1.0, "parsed": "bbbb"},
+        **{"category": "odd", "macro": True, "question": "question 1"},
+        **{"prediction": "bbbb", "gold": "bbbb", "score": 1.0, "parsed": "bbbb"},
         **{"metric": "exact_match", "metric_style": "vlmevalkit", "num_new_tokens": 4, "nfe": 4, "nfe_prefill": 1},
         **{"prompt_tokens": 2, "seconds": 0.5, "seconds_to_first_token": None, "finish_reason": "stop"},
         **{"accepted_lengths": [], "info": {"question_id": "q1", "choices": ["x", "y"]}},

@@ -16,9 +16,10 @@ import pytest
 from conftest import REPOSITORY
 from PIL import Image
 
-from trimode_vlm import cli, terminal
+from trimode_vlm import cli, terminal, terminal_options
 from trimode_vlm.decoders import MODE_OPTIONS
 from trimode_vlm.eval import bench_decode
+from trimode_vlm.terminal_chat import Conversation, read_lines, talk
 
 
 @pytest.fixture
@@ -79,10 +80,23 @@ def giant_png(path: Path, side: int = 30000) -> str:
     ("argv", "words"),
     [
         (["chta"], "unknown command 'chta'; did you mean chat?"),
-        (["serve"], "known: chat, convert, train, inspect, eval, bench, sol"),
+        (["publish"], f"known: {', '.join(cli.COMMANDS)}"),
         (["chat", "--treshold", "0.9", "Hi"], "unknown option --treshold; did you mean --threshold?"),
         (["chat", "--mode", "difusion", "Hi"], "unknown mode 'difusion'; did you mean diffusion?"),
         (["chat", "--mode", "ar", "--threshold", "0.9", "Hi"], "--threshold has no effect with --mode ar"),
+        (["chat", "--mode", "ar", "--commit-rule", "entropy", "Hi"], "it belongs to diffusion"),
+        (["chat", "--entropy-bound", "0.1", "Hi"], "--entropy-bound has no effect with --mode linear_spec"),
+        (["chat", "--mode", "diffusion", "--entropy-bound", "0.1", "Hi"], "without --commit-rule entropy"),
+        (["chat", "--compare", "--commit-rule", "entropy", "--threshold", "0.5", "Hi"], "its bound is --entropy-bound"),
+        (["chat", "--mode", "diffusion", "--commit-rule", "entropi", "Hi"], "unknown 'entropi'; did you mean entropy?"),
+        (
+            ["chat", "--mode", "diffusion", "--commit-rule", "entropy", "--entropy-bound", "-1", "Hi"],
+            "must be 0 or more",
+        ),
+        (["chat", "--mode", "diffusion", "--sampler", "x", "Hi"], "--sampler has no effect without --commit-rule"),
+        (["chat", "--mode", "diffusion", "--commit-rule", "learned", "--temperature", "1", "Hi"], "learned is greedy"),
+        (["chat", "--mode", "diffusion", "--adapter", "auto", "Hi"], "it belongs to linear_spec, quadratic_spec, auto"),
+        (["chat", "--quantize", "int3", "Hi"], "--quantize: unknown 'int3'; did you mean int"),
         (["chat", "--mode", "linear_spec", "--threshold", "0.9", "Hi"], "it belongs to diffusion"),
         (["chat", "--mode", "linear_spec", "--verifier-mix", "0.9", "Hi"], "it belongs to quadratic_spec"),
         (["chat", "--mode", "quadratic_spec", "--verifier-mix", "0", "Hi"], "--verifier-mix must be above 0"),
@@ -100,7 +114,6 @@ def giant_png(path: Path, side: int = 30000) -> str:
         (["chat", "--block-length", "1025", "Hi"], "--block-length must be at most 1024, found 1025"),
         (["chat", "--dtype", "bfloat61", "Hi"], "unknown dtype 'bfloat61'; did you mean bfloat16?"),
         (["chat", "--seed", "5", "Hi"], "--seed has no effect without --temperature"),
-        (["chat", "--adapter", "there", "Hi"], "unknown option --adapter"),
         (["chat", "--image", "https://a.org/a.png", "Hi"], "remote images are not read; download it first"),
         (["chat", "--image", "file:///no/such.png", "Hi"], "file:///no/such.png: no such file"),
         (["chat", "--image", "", "Hi"], "--image: the path is empty"),
@@ -225,7 +238,7 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0 and cli.main([]) == 2
     listed = capsys.readouterr().out
-    assert all(f"  {name} " in listed for name in cli.COMMANDS) and "serve" not in listed
+    assert all(f"  {name} " in listed for name in cli.COMMANDS)
     assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("trimode-vlm 0.")
 
 
@@ -236,16 +249,19 @@ def test_a_closed_pipe_is_no_traceback() -> None:
 
 
 def test_options_agree_with_the_decoders() -> None:
-    assert set(terminal.MODE_OPTIONS) == set(MODE_OPTIONS)
-    for mode, names in terminal.MODE_OPTIONS.items():
+    assert terminal_options.DRAFTING_MODES == tuple(mode for mode in MODE_OPTIONS if mode not in ("ar", "diffusion"))
+    assert set(terminal_options.MODE_OPTIONS) == set(MODE_OPTIONS)
+    for mode, names in terminal_options.MODE_OPTIONS.items():
         assert set(names) <= MODE_OPTIONS[mode]
 
 
 def test_bounds_and_dtypes_agree_with_the_library() -> None:
-    from trimode_vlm import generation_config
+    from trimode_vlm import generation_config, quantize
     from trimode_vlm.checkpoints import parse_dtype
 
-    assert terminal.MAX_BLOCK_LENGTH == generation_config.MAX_BLOCK_LENGTH
+    assert terminal_options.MAX_BLOCK_LENGTH == generation_config.MAX_BLOCK_LENGTH
+    assert terminal_options.COMMIT_RULES == generation_config.COMMIT_RULES
+    assert terminal_options.QUANTIZE_KINDS == quantize.KINDS
     for name in (*cli.DTYPES, *cli.SHORT_DTYPES):
         assert str(parse_dtype(name)).removeprefix("torch.") in cli.DTYPES
         cli.check_dtype(name)
@@ -317,6 +333,44 @@ def test_one_shot_prints_the_answer_alone(chat: Any, chat_model: Any, processor:
     assert summary.startswith(f"{mode}: {expected.num_new_tokens[0]} tokens{forwards}")
 
 
+def test_the_commit_rule_of_diffusion_reaches_it(chat: Any, chat_model: Any, processor: Any) -> None:
+    """A bound of many nats commits a block at once: two forwards, one of them the prefill."""
+    argv = ("--mode", "diffusion", "--block-length", "16", "--commit-rule", "entropy")
+    assert "12 tokens in 2 forwards" in chat(*argv, "--entropy-bound", "900", "Hello")[2]
+    assert "12 tokens in 2 forwards" not in chat(*argv, "Hello")[2]
+    # The modes without such an option take no notice of it.
+    assert "quadratic_spec: the same text" in chat("--compare", "--commit-rule", "entropy", "Hello")[1]
+
+
+def test_what_goes_into_load_does(
+    chat_model: Any, processor: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    import trimode_vlm
+
+    folder = str(tmp_path / "model")
+    chat_model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    short = ["chat", "--model", folder, "--max-new-tokens", "4", "--device", "cpu", "Hello"]
+    for argv, words in (
+        (["--adapter", "auto"], "no draft adapter beside its weights: name its folder with --adapter"),
+        (["--mode", "diffusion", "--commit-rule", "learned"], "no learned sampler beside its weights"),
+        (["--adapter", str(tmp_path / "none")], "no adapter_config.json"),
+    ):
+        assert cli.main([*short, *argv]) == 1
+        assert words in capsys.readouterr().err
+    adapted = trimode_vlm.load(folder)[0]
+    config = LoraConfig(r=2, target_modules=r"encoder\.layers.*o_proj", init_lora_weights=False)
+    get_peft_model(adapted, config).save_pretrained(tmp_path / "adapter")
+    seen: dict[str, Any] = {}
+    load = trimode_vlm.load
+    monkeypatch.setattr(trimode_vlm, "load", lambda *args, **options: seen.update(options) or load(*args, **options))
+    argv = ["--adapter", str(tmp_path / "adapter"), "--quantize", "int8", "--dtype", "float32"]
+    assert cli.main([*short, *argv]) == 0
+    assert seen == {"device": "cpu", "adapter": argv[1], "quantize": "int8", "dtype": "float32"}
+
+
 def test_text_only_and_sampling_with_a_seed(chat: Any) -> None:
     options = ("--temperature", "1.5", "--top-k", "20", "Hello")
     first, again, other = (chat(*options, "--seed", seed)[1] for seed in ("1", "1", "2"))
@@ -375,8 +429,8 @@ def test_bench_ends_with_its_document_even_where_the_file_cannot_be_written(
 
 
 @pytest.fixture
-def conversation(chat_model: Any, processor: Any) -> terminal.Conversation:
-    return terminal.Conversation(chat_model, processor, {"max_new_tokens": 6, "do_sample": False})
+def conversation(chat_model: Any, processor: Any) -> Conversation:
+    return Conversation(chat_model, processor, {"max_new_tokens": 6, "do_sample": False})
 
 
 def test_conversation_over_a_pipe(chat: Any, picture: str) -> None:
@@ -400,7 +454,7 @@ def test_piped_question_without_newline_and_no_stdin(chat: Any, monkeypatch: pyt
     assert chat(stdin="Hello")[2].count("tokens in") == 1
     assert chat(stdin="")[:2] == (0, "")
     monkeypatch.setattr(sys, "stdin", None)
-    assert list(terminal.read_lines()) == []
+    assert list(read_lines()) == []
 
 
 def test_turns_keep_pictures_and_compute_only_what_is_new(conversation: Any, chat_model: Any, picture: str) -> None:
@@ -418,7 +472,7 @@ def test_turns_keep_pictures_and_compute_only_what_is_new(conversation: Any, cha
     assert conversation.messages[1]["content"] == first and conversation.messages[3]["content"] == second
     assert widths[0] < prefilled + 10
 
-    fresh = terminal.Conversation(chat_model, conversation.processor, conversation.options)
+    fresh = Conversation(chat_model, conversation.processor, conversation.options)
     fresh.messages = conversation.messages[:2]
     assert "".join(fresh.ask("Really?")) == second
     conversation.clear()
@@ -443,10 +497,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 
     with monkeypatch.context() as patch:
         patch.setattr(chat_model, "stream", lambda **options: Interrupted(**options))
-        terminal.talk(conversation, [], iter(["Hello"]))
+        talk(conversation, [], iter(["Hello"]))
     line = capsys.readouterr().err
     assert "ar: 2 tokens" in line and line.endswith(", stopped\n")
-    terminal.talk(conversation, [], iter(["Again"]))
+    talk(conversation, [], iter(["Again"]))
     assert "ar: 6 tokens" in capsys.readouterr().err
     assert len(conversation.messages) == 4
 
@@ -461,6 +515,6 @@ def test_a_failed_question_leaves_the_conversation_as_it_was(conversation: Any, 
 
 
 def test_system_message_leads(chat_model: Any, processor: Any) -> None:
-    conversation = terminal.Conversation(chat_model, processor, {"max_new_tokens": 2}, system="Be brief.")
+    conversation = Conversation(chat_model, processor, {"max_new_tokens": 2}, system="Be brief.")
     "".join(conversation.ask("Hello"))
     assert conversation.messages[0] == {"role": "system", "content": "Be brief."}

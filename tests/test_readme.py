@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import EXAMPLES, REPOSITORY
 
-from trimode_vlm import cli, terminal
+from trimode_vlm import cli, terminal_options
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 FOLDERS = ("trimode_vlm", "vision", "training", "eval", "demo")
@@ -91,7 +91,9 @@ def test_every_command_would_parse(monkeypatch: pytest.MonkeyPatch) -> None:
         args = parser.parse(argv)
         if name == "chat":
             monkeypatch.chdir(REPOSITORY)
-            terminal.check(args, tuple(terminal.MODE_OPTIONS) if args.compare else (args.mode or "linear_spec",))
+            terminal_options.check(
+                args, tuple(terminal_options.MODE_OPTIONS) if args.compare else (args.mode or "linear_spec",)
+            )
 
 
 def test_ci_runs_the_test_command() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from trimode_vlm.terminal import Conversation
+    from trimode_vlm.terminal_chat import Conversation
 
 
 def compare(conversation: Conversation, modes: Sequence[str], question: str, images: Sequence[Image]) -> None:

@@ -133,6 +133,11 @@ def test_mmmu_pictures_stand_where_question_and_options_name_them(copies: dict[s
     assert third.gold == ["12.5", "twelve and a half"] and third.info["question_type"] == "open"
 
 
+def test_gsm8k_answers_are_the_number_alone(copies: dict[str, str]) -> None:
+    task = task_of("gsm8k", copies)
+    assert [task.example(index, 0).gold for index in range(2)] == ["18", "1234"]
+
+
 def test_conversation_places_pictures() -> None:
     assert shape(conversation("<image 2>a<image 1>", ["one", "two"], placeholders=True)) == "<1>a<2>"
     assert images_of(conversation("<image 2>a<image 1>", ["one", "two"], placeholders=True)) == ["two", "one"]

@@ -27,6 +27,8 @@ DEFAULTS: dict[str, Any] = {"repeats": 5, "samples": 16, "adapter": None, "dtype
 QUICK: dict[str, Any] = {"repeats": 1, "samples": 2}
 PARALLEL = (1, 2, 4, 8, 16)
 BLOCK_LENGTHS = (4, 8, 16, 32)
+# The longest right answer has about 420 tokens.
+MAX_NEW_TOKENS = 640
 # What auto may lose against the better of AR and self-speculation.
 TOLERANCE = 0.05
 
@@ -133,7 +135,7 @@ def time_runs(
 
     def answer(run: str) -> Callable[[], None]:
         def call() -> None:
-            outputs[run] = [model.generate(**inputs, max_new_tokens=640, **runs[run]) for inputs in batches]
+            outputs[run] = [model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **runs[run]) for inputs in batches]
             seconds[run].append(sum(out.total_seconds - max(out.seconds_to_first_token) for out in outputs[run]))
 
         return call
@@ -190,12 +192,12 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     from trimode_vlm.eval import plotting
 
     figure = plotting.new_figure(12, 4.6 * len(results))
-    for (left, right), (name, result) in zip(
-        figure.subplots(len(results), 2, squeeze=False), results.items(), strict=True
-    ):
+    grid = figure.subplots(len(results), 2, squeeze=False)
+    for (left, right), (name, result) in zip(grid, results.items(), strict=True):
         cells, own = result["parallel"], f"linear_spec {result['block_length']}"
         parallel = [int(n) for n in cells]
-        for run, color in plotting.colors_of(["ar", own, "auto"]).items():
+        colors = plotting.colors_of(["ar", "linear_spec", "auto"])
+        for run, color in zip(("ar", own, "auto"), colors.values(), strict=True):
             left.plot(parallel, [c["tokens_per_sec"][run] for c in cells.values()], color=color, marker="o", label=run)
             if run != "auto":
                 said = [c["predicted_tokens_per_sec"][run] for c in cells.values()]
@@ -207,10 +209,11 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             right.plot(lengths, list(said.values()), color=color, linestyle="--")
         left.set(title=name.replace("_", " "), xlabel="parallel requests")
         right.set(title="fixed block lengths, by parallel requests", xlabel="block length (1 is ar)")
-        for axis in (left, right):
-            axis.set_ylabel("tokens per second after the prefill")
+        for axis, ticks in ((left, parallel), (right, lengths)):
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(ticks, [str(tick) for tick in ticks])
             axis.set_yscale("log")
+            axis.set_ylabel("tokens per second after the prefill")
             axis.grid(alpha=0.25, which="both")
             axis.legend(fontsize=8)
-            plotting.log_x(axis)
     plotting.save(figure, path)

@@ -1,0 +1,84 @@
+"""`bench modes`: all that it says beside the clock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny_model
+from decoding_cases import PROMPT, generate
+
+from trimode_vlm import calibration
+from trimode_vlm.eval import bench_modes
+from trimode_vlm.eval.bench_modes import acceptance, measure, plot, predicted_sec, text_of, with_poor_drafts
+
+
+@pytest.fixture(autouse=True)
+def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft of k tokens costs two forwards of 1 + k / 10 ms, whatever the machine says."""
+    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path))
+    seconds = {tokens: 1e-3 + 1e-4 * tokens for tokens in calibration.TOKENS}
+    monkeypatch.setattr(calibration, "measure", lambda model, rows: seconds)
+
+
+def test_the_rate_of_a_run() -> None:
+    """Of 1 + 3 + 3 + 0 tokens that held in blocks of 4, two blocks failed."""
+    outputs: Any = [
+        SimpleNamespace(accepted_lengths=[[2, 4], [4]], block_lengths=[[4, 4], [4]]),
+        SimpleNamespace(accepted_lengths=[[1]], block_lengths=[[4]]),
+    ]
+    assert acceptance(outputs) == 7 / 9
+
+
+def test_the_formula_follows_the_rows_as_they_leave() -> None:
+    """Answers of 3 and 9 tokens: two cycles of AR with both rows, six with one. In the second batch four with one."""
+
+    def cost(rows: int, k: int) -> float:
+        return rows + 10.0 * k
+
+    assert predicted_sec([[3, 9], [5]], 0.5, 1, cost) == 2 * 12 + 6 * 11 + 4 * 11
+    # 1 + 1/2 + 1/4 + 1/8 tokens a cycle: 2, 5 and 3 cycles.
+    assert predicted_sec([[3, 9], [5]], 0.5, 4, cost) == 2 * 42 + 3 * 41 + 3 * 41
+
+
+def test_poor_drafts_change_no_text_of_ar() -> None:
+    model = make_tiny_model(seed=3, vision=False)
+    spoilt = with_poor_drafts(model)
+    chosen: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": -1}
+    texts = [generate(m, [PROMPT], mode=mode, **chosen)[0] for m in (model, spoilt) for mode in ("ar", "linear_spec")]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    drafts = [
+        [e.draft for e in m.stream(torch.tensor([PROMPT]), mode="linear_spec", **chosen)] for m in (model, spoilt)
+    ]
+    assert drafts[0] != drafts[1]
+
+
+def test_a_measurement_is_whole(
+    chat_model: Any, processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its counts are those of the answers; it goes into JSON, tables and a picture."""
+    monkeypatch.setattr(bench_modes, "MAX_NEW_TOKENS", 10)
+    monkeypatch.setattr(bench_modes, "PARALLEL", (1, 3, 16))
+    asked = [[{"role": "user", "content": text}] for text in ("Hello", "Count to nine, please.", "What?")]
+    result = measure(chat_model, processor, asked, repeats=1)
+    assert json.loads(json.dumps(result))["block_length"] == 8 and list(result["parallel"]) == ["1", "3"]
+    lengths = [
+        chat_model.generate(**bench_modes.batch(processor, [one]), mode="ar", max_new_tokens=10).num_new_tokens[0]
+        for one in asked
+    ]
+    assert result["tokens"] == sum(lengths) - 3
+    for cell in result["parallel"].values():
+        assert cell["same_text"] and cell["tokens_per_sec"].keys() == {"ar", "auto", "linear_spec 4", "linear_spec 8"}
+        assert cell["predicted_tokens_per_sec"]["ar"] == pytest.approx(
+            result["tokens"] / 1.1e-3 / (result["tokens"] if cell is result["parallel"]["1"] else max(lengths) - 1)
+        )
+        better = max(cell["tokens_per_sec"]["ar"], cell["tokens_per_sec"]["linear_spec 8"])
+        assert cell["auto_over_better"] == cell["tokens_per_sec"]["auto"] / better
+    text = text_of(result)
+    assert "| 3 | " in text and "linear_spec 8" in text and "measured / predicted" in text
+    plot({"own_drafts": result}, tmp_path / "modes.png")
+    assert (tmp_path / "modes.png").stat().st_size > 10_000

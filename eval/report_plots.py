@@ -215,9 +215,8 @@ def _svg(figure: Any, name: str) -> str:
     import matplotlib
 
     stream = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
+        figure.savefig(stream, format="svg", transparent=True)
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.S)

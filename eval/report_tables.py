@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimode_vlm.eval import tables
@@ -180,7 +180,7 @@ def cell_table(report: Report) -> Table:
                 row += [number(c["seconds"], 1), number(c["tokens_per_sec"], 0)]
                 row += [number(None if s is None else 1000 * s, 0) for s in (first["median"], first["p95"])]
             row.append(", ".join(f"{reason} {n:,}" for reason, n in sorted(c["finish_reasons"].items())))
-            rows.append([*row, c["metric"], ", ".join(f"{name} {_plain(v)}" for name, v in c["extra"].items())])
+            rows.append([*row, c["metric"], extras(c["extra"])])
     note = "as `ar`: answers whose token ids are those of `ar`. Forwards hold one prefill per answer."
     return Table(title="Every task in every mode", head=head, rows=rows, note=note)
 
@@ -212,9 +212,20 @@ def category_tables(report: Report) -> Iterator[Table]:
             yield Table(title=f"{task} by category", head=head, rows=[_category(name, cells) for name in names])
 
 
-def _category(name: str, cells: Mapping[str, Any]) -> Sequence[str]:
+def _category(name: str, cells: Mapping[str, Any]) -> list[str]:
     found = [cell["categories"].get(name) for cell in cells.values()]
-    return [name, str(max(c["num_samples"] for c in found if c)), *map(score, found)]
+    row = [name, str(max(c["num_samples"] for c in found if c))]
+    for c in found:
+        more = extras({k: v for k, v in (c or {}).items() if k not in ("score", "standard_error", "num_samples")})
+        row.append(score(c) + (f"; {more}" if more else ""))
+    return row
+
+
+def extras(values: Mapping[str, Any]) -> str:
+    """What a metric reports beside its score, each value with its standard error where it has one."""
+    suffix = "_standard_error"
+    shown = {name: value for name, value in values.items() if not name.endswith(suffix) and value is not None}
+    return ", ".join(f"{name} {_plain(value, values.get(name + suffix))}" for name, value in shown.items())
 
 
 def score_name(report: Report) -> str:
@@ -236,5 +247,6 @@ def _means_differ(report: Report) -> bool:
     return any(a is not None and b is not None and abs(a - b) > 1e-9 for a, b in pairs)
 
 
-def _plain(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def _plain(value: Any, error: float | None) -> str:
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return text if error is None else f"{text} ± {error:.3f}"

@@ -24,14 +24,16 @@ def line(task: str, mode: str, index: int, score: float, tokens: int, decode: in
     return base | {"accepted_lengths": [], "metric_style": "strict", "parsed": "x", "category": None} | changes
 
 
-def runs(seed: int, sizes: dict[str, int], modes: tuple[str, ...] = ("linear_spec",)) -> tuple[Lines, Lines]:
+def runs(
+    seed: int, sizes: dict[str, int], modes: tuple[str, ...] = ("linear_spec",), longest: int = 300
+) -> tuple[Lines, Lines]:
     """A and a B that is right more often and drafts better, sample by sample alike."""
     rng = random.Random(seed)
     a, b = [], []
     for task, size in sizes.items():
         for mode in modes:
             for i in range(size):
-                tokens, luck = rng.randint(2, 300), rng.random()
+                tokens, luck = rng.randint(2, longest), rng.random()
                 decode_a, decode_b = 1 + tokens // rng.randint(2, 5), 1 + tokens // rng.randint(4, 8)
                 a.append(line(task, mode, i, float(luck < 0.6), tokens, decode_a))
                 b.append(line(task, mode, i, float(luck < 0.7 - 0.1 * rng.random()), tokens + 1, decode_b))
@@ -77,9 +79,10 @@ def test_differences_and_ratios_by_plain_arithmetic(tmp_path: Path) -> None:
     assert result["unpaired"] == {"a": {}, "b": {}}
 
 
-def test_intervals_are_scipys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("longest", [300, 4], ids=["hardly two pairs alike", "few kinds of pairs"])
+def test_intervals_are_scipys(tmp_path: Path, longest: int) -> None:
     """The percentile bootstrap of scipy, up to the chance of both drawings; and near the paired t interval."""
-    a, b = runs(3, {"one": 200})
+    a, b = runs(3, {"one": 200}, longest=longest)
     cell = compare.compare(*folders(tmp_path, a, b))["tasks"]["one"]["linear_spec"]
     scores_a, scores_b = (np.array([r["score"] for r in lines]) for lines in (a, b))
     options = {"method": "percentile", "n_resamples": 9999, "rng": np.random.default_rng(5), "vectorized": True}
@@ -200,6 +203,15 @@ def test_written_files_and_table(tmp_path: Path) -> None:
     assert len(table) == 2 + 2 + 1 + 1 and len({row.count("|") for row in table}) == 1
     cell = result["tasks"]["two"]["linear_spec"]
     assert f"{cell['difference']:+.3f} | {cell['interval'][0]:+.3f} to {cell['interval'][1]:+.3f}" in table[3]
+
+
+def test_a_benchmarks_own_score_is_told_where_it_is_no_mean_over_samples(tmp_path: Path) -> None:
+    a = [line("mmstar", "ar", i, float(i < 2), 5, 4, category="x" if i < 3 else "y", macro=True) for i in range(4)]
+    b = [r | {"score": 1.0} for r in a]
+    result = compare.compare(*folders(tmp_path, a, b))
+    cell = result["tasks"]["mmstar"]["ar"]
+    assert (cell["score_a"], cell["reported_a"]) == (0.5, pytest.approx(1 / 3))
+    assert "own scores are (A / B): mmstar `ar` 0.333 / 1.000." in compare.markdown(result)
 
 
 def test_ranges() -> None:

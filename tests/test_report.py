@@ -32,7 +32,11 @@ def record(task: str, mode: str, index: int, rng: random.Random, **changes: Any)
     score = rng.choice([0.0, 0.5, 1.0, 1.0])
     line = {
         **{"run": "model", "task": task, "mode": mode, "id": index, "image_from": index, "seed": None},
-        **{"prediction": SCRIPT if index == 1 else f"answer {index}", "gold": (["a", "b"], "a", "b")[index % 3]},
+        **{
+            "question": f"What is {index} <&> 1?",
+            "prediction": SCRIPT if index == 1 else f"answer {index}",
+            "gold": (["a", "b"], "a", "b")[index % 3],
+        },
         **{"category": None, "metric": "anls", "metric_style": "strict", "score": score},
         **{"parsed": None if score == 0 and index % 3 == 0 else "a", "num_new_tokens": tokens, "nfe": decode + 1},
         **{"nfe_prefill": 1, "seconds": rng.uniform(0.1, 2), "seconds_to_first_token": rng.uniform(0.01, 0.2)},
@@ -165,6 +169,28 @@ def test_plots_show_what_the_lines_say(built: dict[str, Any], lines: list[dict[s
     accepted = [n for line in lines for n in line["accepted_lengths"]]
     assert built["accepted_lengths"]["linear_spec"] == {str(n): accepted.count(n) for n in sorted(set(accepted))}
     assert built["accepted_lengths"]["ar"] == {}
+
+
+def test_what_a_metric_reports_beside_its_score_is_shown() -> None:
+    """POPE's F1 and MMStar's mean over categories, counted by hand."""
+    rng = random.Random(4)
+    answers = [("yes", "yes"), ("yes", "no"), ("no", "yes"), ("yes", "yes"), ("no", "no")]
+    pope = [
+        record("pope", "ar", i, rng, metric="yes_no", parsed=said, gold=gold, score=float(said == gold), category="all")
+        for i, (said, gold) in enumerate(answers)
+    ]
+    stars = [("perception", 1.0), ("perception", 1.0), ("perception", 0.0), ("logic", 0.0)]
+    star = [
+        record("mmstar", "ar", i, rng, metric="multiple_choice", category=name, score=score, macro=True)
+        for i, (name, score) in enumerate(stars)
+    ]
+    result = json.loads(json.dumps(report.build(settings(tasks=["pope", "mmstar"], modes=("ar",)), pope + star)))
+    assert result["tasks"]["pope"]["ar"]["extra"]["f1"] == pytest.approx(2 * 2 / (3 + 3))
+    assert result["tasks"]["mmstar"]["ar"]["score"] == pytest.approx((2 / 3 + 0) / 2)
+    details = report_tables.details(result)
+    assert re.search(r"\| yes_no \| precision 0\.667 ± 0\.\d{3}, recall 0\.667 ± [^|]*f1 0\.667 ± ", details)
+    assert re.search(r"\| all \| 5 \| 0\.600 ± 0\.245; precision 0\.667", details)
+    assert "_standard_error" not in details and "yes_ratio 0.600" in details
 
 
 def test_edges_are_half_octaves() -> None:
@@ -344,7 +370,7 @@ def test_page_is_whole_and_fetches_nothing(page: str) -> None:
 
 def test_page_shows_other_peoples_text_as_text(page: str) -> None:
     found = parsed(page)
-    assert SCRIPT in found.text, "the prediction, letter by letter"
+    assert SCRIPT in found.text and "What is 1 <&> 1?" in found.text, "letter by letter"
     assert any(EVIL_TASK in text for text in found.text) and any("some/<model>" in text for text in found.text)
     assert not {"b", "i"} & set(found.tags)
     assert any("a|b <b>" in text for text in found.text)

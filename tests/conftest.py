@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,14 @@ def make_tiny_model(seed: int = 0, scale: float = 0.3, **overrides: Any) -> Any:
             if parameter.dim() > 1:
                 parameter.normal_(0.0, scale, generator=generator)
     return model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_users_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests measure of mode auto is kept away from the user's own cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIMODE_VLM_CACHE", str(tmp_path_factory.mktemp("costs")))
+        yield
 
 
 @pytest.fixture(scope="session")

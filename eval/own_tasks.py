@@ -63,7 +63,7 @@ def load(path: str, data: str | None = None) -> EvalTask:
     Raises:
         ValueError: the file or its data cannot be read, or a field, column or metric is unknown; one line.
     """
-    said = read_yaml(path, FIELDS, "") if path.lower().endswith(YAML_SUFFIXES) else {"path": path}
+    said: Row = read_yaml(path, FIELDS, "") if path.lower().endswith(YAML_SUFFIXES) else {"path": path}
     if data is not None:
         said["path"] = data
     if not isinstance(said.get("path"), str):

@@ -112,8 +112,7 @@ def open_table(settings: DataSettings) -> Table | Stream:
         ValueError: nothing is there, it cannot be read, it has no such split or configuration, or no rows are left.
     """
     path, start, stop = split_slice(settings.path)
-    options = {"config": settings.name, "split": settings.split, "streaming": settings.streaming}
-    rows, label, folder = open_rows(path, **options)
+    rows, label, folder = open_rows(path, config=settings.name, split=settings.split, streaming=settings.streaming)
     if settings.streaming:
         return Stream(rows, label, folder, *_stream_bounds(settings, start, stop))
     first, last = _bound(start, len(rows), 0), _bound(stop, len(rows), len(rows))

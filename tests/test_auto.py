@@ -1,36 +1,31 @@
-"""Mode auto: the policy against its formula, the text against that of AR."""
+"""Mode auto: the text against that of AR, whatever the policy chooses; what it does choose; sampling."""
 
 from __future__ import annotations
 
 import importlib
-import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_answer_reports as answer_reports
+import test_decoding_pitfalls as pitfalls
+import test_decoding_rows as decoding_rows
 import torch
 from conftest import make_tiny_model, tiny_config
 from decoding_cases import PROMPT, generate, padded, prompts, says, speaker
 from naive import by_position, count_forwards, scripted_model
 from test_draft_adapter import peft_folder
+from test_policy import cheap_blocks
 from test_sampled_distribution import WORDS, chi_square_p, filtered, random_language
 
-from trimode_vlm import calibration
 from trimode_vlm.draft_adapter import read_adapter
-from trimode_vlm.policy import PROBE_SHARE, Acceptance, Policy, candidates, expected_tokens
+from trimode_vlm.policy import PROBE_SHARE, Acceptance, Policy
 
 auto = importlib.import_module("trimode_vlm.decoders.auto")
 
 Cost = Callable[[int, int], float]
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or writes the user's own costs."""
-    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "costs"))
-    return tmp_path / "costs"
 
 
 @pytest.fixture
@@ -58,91 +53,7 @@ class AnyLength:
         assert 1 <= tokens <= block_length
 
 
-def cheap_blocks(rows: int, k: int) -> float:
-    """Two forwards, a token more costs a tenth of the first: drafts pay from about three tokens on."""
-    return (1 if k == 1 else 2) * (0.9 + 0.1 * k)
-
-
-# --- The policy.
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.83, 0.97, 1.0])
-@pytest.mark.parametrize("k", [1, 2, 3, 7])
-def test_expected_tokens_are_those_of_all_outcomes(rate: float, k: int) -> None:
-    """Every way in which k - 1 draft tokens can hold or fail, with its probability and the tokens that it brings."""
-    mean = 0.0
-    for outcome in itertools.product((True, False), repeat=k - 1):
-        probability, held = 1.0, 0
-        for holds in outcome:
-            probability *= rate if holds else 1 - rate
-        while held < k - 1 and outcome[held]:
-            held += 1
-        mean += probability * (held + 1)
-    assert expected_tokens(rate, k) == pytest.approx(mean)
-
-
-def test_the_choice_is_the_best_of_the_formula() -> None:
-    """Against the sum written out, on random costs, rates, limits and bounds."""
-    draw, chosen = random.Random(0), set()
-    for _ in range(400):
-        costs = {k: draw.uniform(0.5, 8) for k in [*range(1, 65)]}
-        rates = [draw.choice([0.0, 1.0, draw.random()]) for _ in range(draw.randint(1, 5))]
-        limits = [draw.choice([1, 3, 100]) for _ in rates]
-        longest, shortest = draw.choice([1, 2, 8, 24, 32, 64]), draw.choice([1, 2])
-        policy = Policy(lambda rows, k, costs=costs: costs[k])
-        got = policy.choose(rates, limits, longest, shortest)
-        allowed = [k for k in (1, 2, 4, 8, 16, 32, 64) if shortest <= k < longest] + [longest]
-
-        def speed(k: int, costs: Any = costs, rates: Any = rates, limits: Any = limits) -> float:
-            tokens = (a**j for a, limit in zip(rates, limits, strict=True) for j in range(min(k, limit)))
-            return sum(tokens) / costs[k]
-
-        assert got in allowed and speed(got) >= max(map(speed, allowed)) * (1 - 1e-9)
-        chosen.add(got)
-    assert len(chosen) == 8
-
-
-def test_the_choice_follows_rates_and_costs() -> None:
-    policy = Policy(cheap_blocks)
-    by_rate = [policy.choose([a], [1000], 64) for a in (0.0, 0.3, 0.75, 0.9, 0.97, 1.0)]
-    assert by_rate == sorted(by_rate) and by_rate[:2] == [1, 1] and by_rate[-1] == 64 and len(set(by_rate)) > 3
-    # Where rows together fill the machine, k tokens cost k times as much: AR.
-    assert Policy(lambda rows, k: (1 if k == 1 else 2) * k * rows).choose([1.0] * 4, [100] * 4, 64) == 1
-    # What a row may still emit is all that it can gain.
-    assert policy.choose([1.0], [1], 64) == 1 and policy.choose([1.0], [6], 64) == 8
-    assert candidates(24) == [1, 2, 4, 8, 16, 24] and candidates(1, 2) == [1] and candidates(3, 2) == [2, 3]
-
-
-@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9, 0.97])
-@pytest.mark.parametrize("k", [2, 4, 16])
-def test_a_full_block_says_at_least_so_many(rate: float, k: int) -> None:
-    """The estimate finds the rate from blocks that are too short to show it, which a mean of lengths cannot."""
-    draw, seen = random.Random(1), Acceptance()
-    for _ in range(20000):
-        tokens = 1
-        while tokens < k and draw.random() < rate:
-            tokens += 1
-        seen.observe(tokens, k, decay=1.0)
-    assert seen.held / (seen.held + seen.failed) == pytest.approx(rate, abs=0.02)
-
-
-def test_the_average_is_exponential() -> None:
-    seen = Acceptance()
-    for tokens, k in ((3, 8), (8, 8), (1, 4)):
-        seen.observe(tokens, k, decay=0.5)
-    assert (seen.held, seen.failed) == (0.25 * 2 + 0.5 * 7 + 0, 0.25 * 1 + 0 + 1)
-
-
-def test_a_row_starts_from_all_rows_and_goes_its_own_way() -> None:
-    policy = Policy(cheap_blocks)
-    good, bad = Acceptance(), Acceptance()
-    for _ in range(5):
-        policy.observe(good, 8, 8)
-        policy.observe(bad, 1, 8)
-    assert policy.rate(good) > policy.rate(Acceptance()) > policy.rate(bad)
-    before = policy.rate(good), policy.rate(Acceptance())
-    policy.observe(good, 1, 1)
-    assert (policy.rate(good), policy.rate(Acceptance())) == before, "AR says nothing about drafts"
+# --- Probes.
 
 
 def cycle_costs(out: Any, cost: Cost) -> tuple[float, float]:
@@ -169,12 +80,6 @@ def test_probes_lose_a_bounded_share(use: Any) -> None:
     # The next request starts where this one ended: not even one draft before its first probe is due.
     out = generate(model, [PROMPT], max_new_tokens=30, mode="auto", block_length=32)[1]
     assert out.block_lengths[0].count(1) >= 28 and policy.rate(Acceptance()) < 0.6
-
-
-def test_where_no_draft_can_pay_none_is_made() -> None:
-    policy = Policy(lambda rows, k: 2.0 * k if k > 1 else 1.0)
-    rows = [Acceptance()]
-    assert {policy.next_block_length(rows, [1000], 64) for _ in range(5000)} == {1}
 
 
 def test_a_probe_finds_that_drafts_became_good(use: Any) -> None:
@@ -261,6 +166,42 @@ def test_greedy_text_is_that_of_ar_by_measured_costs() -> None:
             generate(model, rows, mode="auto", max_new_tokens=30)[0]
             == generate(model, rows, mode="ar", max_new_tokens=30)[0]
         )
+
+
+class Longest:
+    """Always the longest draft, so that how a cycle is cut short is seen."""
+
+    def next_block_length(self, rows: Any, limits: Any, longest: int, shortest: int = 1) -> int:
+        return longest if max(limits) > 1 else 1
+
+    def observe(self, row: Any, tokens: int, block_length: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pitfalls.test_any_of_several_end_tokens_ends_the_output,
+        pitfalls.test_a_stopping_criterion_ends_the_output_inside_a_block,
+        pitfalls.test_the_budget_is_exact,
+        pitfalls.test_the_models_positions_bound_the_budget,
+        pitfalls.test_mask_image_and_filler_ids_are_never_returned_even_when_likeliest,
+        pitfalls.test_exact_ties_of_real_weights,
+        pitfalls.test_a_conversations_cache_gives_the_answer_of_a_fresh_call,
+        pitfalls.test_a_cache_survives_an_edited_history_and_a_closed_stream,
+        decoding_rows.test_finished_rows_cost_and_count_nothing,
+        decoding_rows.test_streamed_tokens_are_final_and_equal_generates,
+        decoding_rows.test_a_closed_stream_makes_no_more_forwards,
+        decoding_rows.test_nfe_is_the_number_of_backbone_calls,
+        answer_reports.test_streams_carry_logprobs,
+        answer_reports.test_samples_are_the_rows_of_single_requests,
+        answer_reports.test_samples_continue_a_conversation,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_what_holds_for_every_mode_holds_here(case: Callable[[str], None], use: Any) -> None:
+    use(Longest())
+    case("auto")
 
 
 def test_images_and_a_continued_cache(chat_model: Any, processor: Any, use: Any) -> None:

@@ -151,9 +151,12 @@ def test_ocrbench() -> None:
 
     def cases() -> Iterator[tuple[str, list[str], str]]:
         generator = random.Random(8)
-        for text in answers(9, ("ＡＢ", "ab", "a\u3000b")):
+        for text in answers(9, ("ＡＢ", "ab", "a\u3000b", "x\u3000y") * 4):
             part = text[generator.randint(0, 3) : generator.randint(4, 40)] + generator.choice(["", " ", "\n", "q"])
-            golds = [generator.choice([part.upper(), part.replace(" ", ""), part]), generator.choice(FILLERS) or "q"]
+            golds = [
+                generator.choice([part.upper(), part.replace(" ", ""), part.replace("\u3000", " "), part]),
+                generator.choice(FILLERS) or "q",
+            ]
             yield text, golds, generator.choice(["HME100k", "IIIT5K"])
 
     different = compare(lambda p, g, d: score("ocrbench", p, g, {"dataset": d}, "lmms").score == 1, theirs, cases())

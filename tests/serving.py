@@ -1,0 +1,36 @@
+"""A real server on a free port of this machine, in a thread, for the tests of serving."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+
+def need(*modules: str) -> None:
+    """Skip the test file where an optional package is missing."""
+    for name in modules:
+        pytest.importorskip(name, reason=f"{name} is not installed (pip install 'trimode-vlm[serve,demo]')")
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The address of a uvicorn server that runs the application."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        for _ in range(1200):
+            if server.started:
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)

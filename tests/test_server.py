@@ -1,0 +1,441 @@
+"""The OpenAI API as the openai client sees it: conformance, errors, cancelling, limits."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import EXAMPLES, make_tiny_model
+from PIL import Image
+from serving import listening, need
+
+need("fastapi", "uvicorn", "prometheus_client", "openai", "httpx")
+
+import httpx  # noqa: E402
+import openai  # noqa: E402
+
+import trimode_vlm  # noqa: E402
+from trimode_vlm.demo.prometheus import Metrics  # noqa: E402
+from trimode_vlm.demo.server import ServerSettings, create_app  # noqa: E402
+from trimode_vlm.engine import Engine, EngineSettings  # noqa: E402
+
+KEY = "right"
+COUNT = [{"role": "user", "content": "Count from 12 to 1."}]
+COUNTED = "12 11 10 9 8 7 6 5 4 3 2 1"
+QUESTIONS = json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
+
+
+def data_uri(name: str) -> str:
+    return "data:image/png;base64," + base64.b64encode((EXAMPLES / name).read_bytes()).decode()
+
+
+def picture(name: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_uri(name)}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def question(index: int) -> list[dict[str, Any]]:
+    asked = QUESTIONS[index]
+    return [{"role": "user", "content": [picture(asked["image"]), text(asked["question"])]}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    model, processor = trimode_vlm.load("nano")
+    engine = Engine(model, processor)
+    metrics = Metrics(engine.stats)
+    engine.on_finish = metrics.observe
+    engine.metrics = metrics  # type: ignore[attr-defined]
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def address(engine: Engine) -> Iterator[str]:
+    settings = ServerSettings(
+        model_name="nano", api_keys=["other", KEY], default_mode="linear_spec", max_body_bytes=2**20, max_images=3
+    )
+    with listening(create_app(engine, settings, engine.metrics)) as url:  # type: ignore[attr-defined]
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=address + "/v1", api_key=KEY, max_retries=0)
+
+
+def ask(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
+    return client.chat.completions.create(model="nano", messages=messages, **options)
+
+
+def streamed(client: openai.OpenAI, messages: Any, **options: Any) -> tuple[str, list[Any]]:
+    chunks = list(ask(client, messages, stream=True, **options))
+    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks
+
+
+# --- answers
+
+
+@pytest.mark.parametrize("index", range(len(QUESTIONS)))
+def test_a_picture_is_read(client: openai.OpenAI, index: int) -> None:
+    reply = ask(client, question(index))
+    assert reply.choices[0].message.content == QUESTIONS[index]["answer"]
+    assert reply.choices[0].finish_reason == "stop" and reply.object == "chat.completion"
+
+
+@pytest.mark.parametrize("mode", ["ar", "diffusion", "linear_spec", "auto"])
+def test_streaming_equals_not_streaming(client: openai.OpenAI, mode: str) -> None:
+    options = {"extra_body": {"mode": mode}}
+    whole = ask(client, question(2), **options)
+    joined, chunks = streamed(client, question(2), stream_options={"include_usage": True}, **options)
+    assert joined == whole.choices[0].message.content == QUESTIONS[2]["answer"]
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 3
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
+    usage, last = whole.usage, chunks[-1].usage
+    assert not chunks[-1].choices and last.completion_tokens == usage.completion_tokens == 167
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.mode == mode and (last.nfe == usage.nfe or mode == "auto")
+    if mode == "ar":
+        assert (usage.nfe, usage.tpf, usage.tpf_end_to_end) == (167, 1.0, 1.0)
+    assert usage.tpf == pytest.approx((usage.completion_tokens - 1) / (usage.nfe - usage.nfe_prefill))
+
+
+def test_two_pictures_in_one_message_and_in_two_turns(client: openai.OpenAI, engine: Engine) -> None:
+    both = [
+        {"role": "user", "content": [picture("receipt-1.png"), picture("chart-1.png"), text(QUESTIONS[4]["question"])]}
+    ]
+    turns = [
+        *question(2),
+        {"role": "assistant", "content": QUESTIONS[2]["answer"]},
+        {"role": "user", "content": [picture("chart-1.png"), text(QUESTIONS[4]["question"])]},
+    ]
+    for messages in (both, turns):
+        reply = ask(client, messages)
+        local = [
+            {
+                "role": m["role"],
+                "content": m["content"]
+                if isinstance(m["content"], str)
+                else [
+                    {"type": "image", "image": p["image_url"]["url"]} if p["type"] == "image_url" else p
+                    for p in m["content"]
+                ],
+            }
+            for m in messages
+        ]
+        inputs = engine.processor.apply_chat_template(
+            local, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        out = engine.model.generate(**inputs, mode="linear_spec")
+        ids = out.sequences[0, inputs["input_ids"].shape[1] :]
+        assert reply.choices[0].message.content == engine.processor.decode(ids, skip_special_tokens=True)
+        assert reply.usage.prompt_tokens == inputs["input_ids"].shape[1]
+
+
+def test_text_alone_and_roles(client: openai.OpenAI) -> None:
+    for role in ("system", "developer"):
+        reply = ask(client, [{"role": role, "content": "Be short."}, *COUNT])
+        assert reply.choices[0].message.role == "assistant"
+    assert ask(client, COUNT).choices[0].message.content == COUNTED
+
+
+@pytest.mark.parametrize("stop", ["7 6", ["zzz", "7 6"], [" 7", "6"]])
+def test_a_stop_string_is_not_in_the_answer(client: openai.OpenAI, stop: Any) -> None:
+    expected = COUNTED[: COUNTED.index("7")].rstrip() if stop == [" 7", "6"] else COUNTED[: COUNTED.index("7")]
+    assert ask(client, COUNT, stop=stop).choices[0].message.content == expected
+    assert streamed(client, COUNT, stop=stop)[0] == expected
+
+
+def test_the_budget_and_its_finish_reason(client: openai.OpenAI) -> None:
+    for option in ("max_tokens", "max_completion_tokens"):
+        reply = ask(client, COUNT, **{option: 5})
+        assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("length", 5)
+
+
+def test_several_choices_with_a_seed_repeat(client: openai.OpenAI) -> None:
+    options = {"n": 3, "temperature": 2.0, "seed": 4, "max_tokens": 12}
+    odd = [{"role": "user", "content": "Zq?"}]
+    first, second = ask(client, odd, **options), ask(client, odd, **options)
+    answers = [c.message.content for c in first.choices]
+    assert answers == [c.message.content for c in second.choices] and [c.index for c in first.choices] == [0, 1, 2]
+    assert len(set(answers)) > 1
+    chunks = streamed(client, odd, **options)[1]
+    for index, answer in enumerate(answers):
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices[0].index == index) == answer
+
+
+@pytest.mark.parametrize("mode", ["ar", "linear_spec"])
+def test_log_probabilities(client: openai.OpenAI, engine: Engine, mode: str) -> None:
+    import torch
+
+    reply = ask(client, COUNT, logprobs=True, top_logprobs=2, extra_body={"mode": mode})
+    entries = reply.choices[0].logprobs.content
+    assert "".join(e.token for e in entries) == COUNTED + "<|im_end|>"
+    inputs = engine.processor.apply_chat_template(
+        COUNT, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    out = engine.model.generate(**inputs, mode="ar")
+    with torch.no_grad():
+        expected = engine.model(input_ids=out.sequences).logits.log_softmax(-1)[
+            0, inputs["input_ids"].shape[1] - 1 : -1
+        ]
+    for entry, row in zip(entries, expected, strict=True):
+        assert entry.logprob == pytest.approx(float(row.max()), abs=1e-4)
+        assert [t.logprob for t in entry.top_logprobs] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+        assert bytes(entry.bytes).decode() == entry.token
+    parts = [c.choices[0].logprobs.content for c in streamed(client, COUNT, logprobs=True)[1] if c.choices[0].logprobs]
+    assert [e.token for part in parts for e in part] == [e.token for e in entries]
+
+
+def test_logit_bias_bans_a_token(client: openai.OpenAI, engine: Engine) -> None:
+    [seven] = engine.processor.tokenizer.encode("7", add_special_tokens=False)
+    reply = ask(client, COUNT, logit_bias={str(seven): -100}, max_tokens=40)
+    assert "7" not in reply.choices[0].message.content
+
+
+def test_completions(client: openai.OpenAI, engine: Engine) -> None:
+    reply = client.completions.create(model="nano", prompt=["12 11 10", "3"], max_tokens=4, logprobs=1)
+    assert [c.index for c in reply.choices] == [0, 1] and reply.object == "text_completion"
+    assert all(len(c.logprobs.tokens) == len(c.logprobs.token_logprobs) for c in reply.choices)
+    stream = client.completions.create(model="nano", prompt=["12 11 10", "3"], max_tokens=4, stream=True)
+    texts = ["", ""]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [c.text for c in reply.choices]
+    ids = engine.processor.tokenizer.encode("12 ")
+    by_ids = client.completions.create(model="nano", prompt=ids, max_tokens=2)
+    assert by_ids.usage.prompt_tokens == len(ids)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["nano"]
+    assert client.models.retrieve("nano").id == "nano"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"model": "gpt"}, openai.NotFoundError, "unknown model 'gpt'"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, openai.BadRequestError, "unknown role 'wizard'"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, openai.BadRequestError, "'video'"),
+        ({"messages": [{"role": "user", "content": "a " * 9000}]}, openai.BadRequestError, "4096 positions"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"temperature": 3}, openai.BadRequestError, "temperature"),
+        ({"n": 2}, openai.BadRequestError, "num_return_sequences"),
+        ({"stop": ""}, openai.BadRequestError, "stop"),
+        ({"frequency_penalty": 1.0}, openai.BadRequestError, "frequency_penalty"),
+        ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format"),
+        ({"top_logprobs": 2}, openai.BadRequestError, "logprobs"),
+        ({"logit_bias": {"x": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"extra_body": {"mode": "fast"}}, openai.BadRequestError, "unknown mode 'fast'"),
+        ({"extra_body": {"treshold": 0.5}}, openai.BadRequestError, "treshold"),
+        ({"extra_body": {"mode": "ar", "block_length": 4}}, openai.BadRequestError, "block_length"),
+        ({"extra_body": {"mode": "diffusion"}, "logprobs": True}, openai.BadRequestError, "diffusion"),
+    ],
+)
+def test_a_request_that_cannot_be_honoured_is_told_why(
+    client: openai.OpenAI, change: dict[str, Any], kind: type[openai.APIStatusError], words: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        client.chat.completions.create(**{"model": "nano", "messages": COUNT, **change})
+    error = caught.value.body
+    assert words in error["message"] and "\n" not in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert ask(client, COUNT).choices[0].message.content == COUNTED
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("data:image/png;base64,xxxx", "image 1"),
+        ("data:image/png;base64,", "image 1"),
+        ("data:text/plain;base64,aGVsbG8=", "not an image"),
+        ("/etc/passwd", "only data URIs"),
+        ("file:///etc/passwd", "only data URIs"),
+        ("http://127.0.0.1/x.png", "fetches no pictures"),
+        ("https://example.com/x.png", "fetches no pictures"),
+    ],
+)
+def test_a_picture_that_is_none_or_may_not_be_read(client: openai.OpenAI, url: str, words: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    with pytest.raises(openai.BadRequestError, match=words):
+        ask(client, [{"role": "user", "content": [part, text("?")]}])
+
+
+def test_a_picture_of_too_many_pixels_and_too_many_pictures(client: openai.OpenAI) -> None:
+    file = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(file, "PNG")
+    huge = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    with pytest.raises(openai.BadRequestError, match="too many pixels|20000"):
+        ask(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": huge}}]}])
+    with pytest.raises(openai.BadRequestError, match="more than the 3 images"):
+        ask(client, [{"role": "user", "content": [picture("chart-1.png")] * 4}])
+
+
+def test_keys_and_bodies_are_checked_before_anything(address: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
+        reply = httpx.post(address + "/v1/chat/completions", json={"messages": COUNT}, headers=headers)
+        assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    large = json.dumps({"messages": [{"role": "user", "content": "x" * 2**20}]}).encode()
+    for body in (large, iter([large[:1000], large[1000:]])):
+        reply = httpx.post(address + "/v1/chat/completions", content=body, headers=headers)
+        assert reply.status_code == 413 and reply.json()["error"]["type"] == "invalid_request_error"
+    for body in (b"", b"{", b"[]", b"null", b'{"messages": 1}', b"\xff\xfe"):
+        reply = httpx.post(address + "/v1/chat/completions", content=body, headers=headers)
+        assert reply.status_code == 400 and reply.json()["error"]["message"]
+    assert httpx.get(address + "/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
+    assert httpx.get(address + "/health").json() == {"status": "ok"}
+
+
+def test_browsers_are_told_nothing_by_default(address: str) -> None:
+    reply = httpx.options(
+        address + "/v1/chat/completions",
+        headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
+    )
+    assert "access-control-allow-origin" not in reply.headers
+
+
+def test_metrics(address: str, client: openai.OpenAI) -> None:
+    def value(name: str) -> float:
+        lines = [line for line in httpx.get(address + "/metrics").text.splitlines() if line.startswith(name + " ")]
+        return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+    name = 'trimode_requests_total{mode="linear_spec",reason="length"}'
+    before, tokens = value(name), value("trimode_tokens_total")
+    ask(client, COUNT, max_tokens=4)
+    assert value(name) == before + 1 and value("trimode_tokens_total") == tokens + 4
+
+
+# --- going away, and coming in crowds
+
+
+def wait_until_idle(engine: Engine) -> None:
+    for _ in range(600):
+        if not engine.stats()["running"] and not engine.stats()["waiting"]:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still running: {engine.stats()}")
+
+
+def test_a_client_that_goes_away_leaves_nothing_running(client: openai.OpenAI, engine: Engine, address: str) -> None:
+    options = {"max_tokens": 3000, "extra_body": {"mode": "ar", "min_tokens": 3000}}
+    cancelled = engine.stats()["finished"].get("cancelled", 0)
+    stream = ask(client, COUNT, stream=True, **options)
+    next(iter(stream))
+    stream.close()
+    body = {"messages": COUNT, "max_tokens": 3000, "mode": "ar", "min_tokens": 3000}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(address + "/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=0.3)
+    wait_until_idle(engine)
+    assert engine.stats()["finished"]["cancelled"] == cancelled + 2
+    assert ask(client, COUNT).choices[0].message.content == COUNTED
+
+
+def test_random_disconnects_leave_nothing_running(address: str, engine: Engine) -> None:
+    chance = random.Random(0)
+
+    def visit(wait: float, stream: bool) -> None:
+        body = {"messages": COUNT, "max_tokens": 400, "mode": "ar", "stream": stream, "min_tokens": 390}
+        try:
+            with httpx.stream(
+                "POST",
+                address + "/v1/chat/completions",
+                json=body,
+                headers={"Authorization": f"Bearer {KEY}"},
+                timeout=wait,
+            ) as reply:
+                for number, _ in enumerate(reply.iter_raw()):
+                    if number == 2:
+                        break
+        except httpx.HTTPError:
+            pass
+
+    threads = [
+        threading.Thread(target=visit, args=(chance.uniform(0.01, 0.3), chance.random() < 0.5)) for _ in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(chance.uniform(0, 0.03))
+    for thread in threads:
+        thread.join()
+    wait_until_idle(engine)
+
+
+def test_different_pictures_at_once_are_not_mixed(client: openai.OpenAI) -> None:
+    answers: dict[int, str] = {}
+
+    def visit(number: int) -> None:
+        answers[number] = ask(client, question(number % len(QUESTIONS))).choices[0].message.content
+
+    threads = [threading.Thread(target=visit, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {n: QUESTIONS[n % len(QUESTIONS)]["answer"] for n in range(12)}
+
+
+def test_a_full_queue_and_a_slow_answer() -> None:
+    model, processor = trimode_vlm.load("nano")
+    engine = Engine(model, processor, EngineSettings(max_rows=1, queue_limit=1))
+    app = create_app(engine, ServerSettings(timeout_sec=2.0))
+    long = {"messages": COUNT, "max_tokens": 3900, "mode": "ar", "min_tokens": 3900}
+    with listening(app) as url:
+        replies: list[httpx.Response] = []
+
+        def visit() -> None:
+            replies.append(httpx.post(url + "/v1/chat/completions", json=long, timeout=60))
+
+        threads = [threading.Thread(target=visit) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join()
+        codes = sorted(reply.status_code for reply in replies)
+        assert codes == [429, 429, 429, 504, 504]
+        refused = next(reply for reply in replies if reply.status_code == 429)
+        assert refused.json()["error"]["type"] == "rate_limit_error" and refused.headers["retry-after"]
+
+
+def test_a_model_that_fails_is_a_500_and_the_next_request_works() -> None:
+    model, processor = trimode_vlm.load("nano")
+    engine = Engine(model, processor)
+    with listening(create_app(engine, ServerSettings())) as url:
+        hidden = model.hidden
+        model.hidden = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("device lost"))
+        for stream in (False, True):
+            reply = httpx.post(url + "/v1/chat/completions", json={"messages": COUNT, "stream": stream}, timeout=60)
+            assert "device lost" in reply.text and reply.status_code == (200 if stream else 500)
+        model.hidden = hidden
+        reply = httpx.post(url + "/v1/chat/completions", json={"messages": COUNT}, timeout=60)
+        assert reply.json()["choices"][0]["message"]["content"] == COUNTED
+    assert engine.is_closing
+
+
+def test_a_text_model_refuses_pictures() -> None:
+    model = make_tiny_model(vision=False)
+    _, processor = trimode_vlm.load("nano")
+    model.config.max_position_embeddings = 1024
+    engine = Engine(model, processor)
+    with listening(create_app(engine, ServerSettings())) as url:
+        reply = httpx.post(url + "/v1/chat/completions", json={"messages": question(0)}, timeout=60)
+    assert reply.status_code == 400

@@ -89,6 +89,14 @@ def no_users_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def pillow_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lmms-eval, which some tests import, tells Pillow to take truncated files; no other test may see that."""
+    from PIL import ImageFile
+
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", False)
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Any:
     """Two layers, a Pixtral tower and the vocabulary of `TINY_TEXT`; shared, so leave its weights alone."""

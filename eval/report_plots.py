@@ -149,7 +149,7 @@ def _scores(report: Mapping[str, Any]) -> Plot | None:
                 xerr=cells[mode]["standard_error"],
                 error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 1.5},
             )
-    axis.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axis.set_yticks(range(len(bars)), [name if len(name) <= 22 else f"{name[:21]}…" for name, _ in bars])
     axis.set_ylim(len(bars) - 0.5, -0.5)
     axis.set_xlim(left=0)
     axis.set(xlabel="score ± one standard error")
@@ -182,7 +182,7 @@ def _accepted(report: Mapping[str, Any]) -> Plot | None:
         )
     axis.set_xlim(0.3, longest + 0.7)
     axis.set(xlabel="tokens accepted in one cycle", ylabel="% of cycles")
-    axis.legend(loc="upper center")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper center", ncols=len(counts))
     return Plot(
         title="Accepted lengths",
         svg=_svg(figure, "accepted"),

@@ -90,15 +90,7 @@ def notes(report: Report) -> list[str]:
         f"`{mode}` gives the token ids of `ar` on {same['identical']}/{same['of']} samples."
         for mode, same in report["same_as_ar"].items()
     ]
-    unparsed = [
-        f"{task} `{mode}` {percent(cell['unparsed_rate'])}"
-        for task, cells in report["tasks"].items()
-        for mode, cell in cells.items()
-        if cell["unparsed_rate"]
-    ]
-    if unparsed:
-        lines.append(f"Nothing could be read out of these answers, which score 0: {', '.join(unparsed)}.")
-    lines += [*_left_out(report), _how(report)]
+    lines += [*_gaps(report), _how(report)]
     if _means_differ(report):
         lines.append("'all' pools samples, so large tasks weigh more; 'mean of tasks' weighs every task alike.")
     if "shuffled" in report["controls"]:
@@ -127,8 +119,17 @@ def _how(report: Report) -> str:
     )
 
 
-def _left_out(report: Report) -> Iterator[str]:
-    """Samples of the data sets that are in no figure: not asked for, or not to be read."""
+def _gaps(report: Report) -> Iterator[str]:
+    """Answers that nothing could be read out of, and samples that are in no figure."""
+    unparsed = [
+        f"{task} {' / '.join(number(100 * cell['unparsed_rate'], 1) for cell in cells.values())} %"
+        for task, cells in report["tasks"].items()
+        if any(cell["unparsed_rate"] for cell in cells.values())
+    ]
+    if unparsed:
+        modes = " / ".join(f"`{mode}`" for mode in report["pooled"])
+        intro = "Nothing could be read out of these shares of the answers, which score 0"
+        yield f"{intro} ({modes}): {', '.join(unparsed)}."
     available = report["settings"].get("num_examples") or {}
     parts = []
     for task, cells in report["tasks"].items():
@@ -147,16 +148,17 @@ def published_table(report: Report) -> Table | None:
     """The paper's numbers beside the measured ones; None where it has none for these benchmarks and modes."""
     if (beside := report["published"]) is None:
         return None
-    head = ["table", "benchmark", "mode", beside["label"], "measured here", "samples"]
+    head = ["benchmark", "mode", beside["label"], "measured here", "samples"]
     rows = []
     for r in beside["rows"]:
         digits = 1 if r["unit"] == "percent" else 2
         error = "" if r["standard_error"] is None else f" ± {r['standard_error']:.{digits}f}"
-        row = [r["table"], r["what"], f"`{r['mode']}`", number(r["published"], digits)]
+        row = [r["what"], f"`{r['mode']}`", number(r["published"], digits)]
         rows.append([*row, number(r["measured"], digits) + error, f"{r['num_samples']:,}"])
+    names = " and ".join(dict.fromkeys(r["table"] for r in beside["rows"]))
     note = (
-        f"The fourth column is {beside['label']}: another checkpoint, other software. Scores in percent; TPF in tokens "
-        "per forward. Compare only the same model on the whole benchmark."
+        f"The third column is {beside['label']}: the paper's {names}, by other software. Scores in percent; TPF in "
+        "tokens per forward. Compare only the same model on the whole benchmark."
     )
     return Table(title="Beside the published table", head=head, rows=rows, note=note)
 

@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "entropy_bounds": "0.05,0.2,0.8",
     "adapter": None,
     "sampler": None,
+    "control_sampler": None,
     "quantize": None,
     "max_new_tokens": None,
     "plot": None,
@@ -50,7 +51,11 @@ DRAFTING = ("linear_spec", "quadratic_spec")
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One way to decode. threshold: of the confidence or learned rule. weights: "" or how they are quantised."""
+    """One way to decode.
+
+    threshold: of the confidence or learned rule. is_control: the learned rule asks the control sampler. weights: "" or
+    how they are quantised.
+    """
 
     mode: str
     block_length: int | None = None
@@ -58,12 +63,13 @@ class Point:
     threshold: float | None = None
     entropy_bound: float | None = None
     adapter: bool = False
+    is_control: bool = False
     weights: str = ""
 
     @property
     def family(self) -> str:
         """What a curve joins: all but block length and threshold."""
-        rule = f" {self.commit_rule}" if self.commit_rule else ""
+        rule = f" {self.commit_rule}{' (control)' if self.is_control else ''}" if self.commit_rule else ""
         return f"{self.mode}{rule}{' + adapter' if self.adapter else ''}{' ' + self.weights if self.weights else ''}"
 
     @property
@@ -89,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--thresholds", help=f"of the rules confidence and learned {default['thresholds']}")
     add("--entropy-bounds", help=f"of the rule entropy {default['entropy_bounds']}")
     add("--sampler", metavar="FOLDER", help="learned sampler; default: learned_sampler/ beside the weights, if there")
+    add("--control-sampler", metavar="FOLDER", help="another one beside it, such as one trained with --arch mlp")
     add("--max-new-tokens", type=int, help="budget of every answer; default: the task's")
     add("--device", help="such as cuda (default: cpu)")
 
@@ -118,6 +125,7 @@ def check(args: argparse.Namespace, given: Sequence[str]) -> None:
         "thresholds": "diffusion" in args.modes and rules != ("entropy",),
         "entropy_bounds": "diffusion" in args.modes and (not rules or "entropy" in rules),
         "sampler": "diffusion" in args.modes and (not rules or "learned" in rules),
+        "control_sampler": "diffusion" in args.modes and (not rules or "learned" in rules),
         "adapter": any(mode in DRAFTING for mode in args.modes),
     }
     for name in given:
@@ -150,8 +158,9 @@ def bench_frontier(args: argparse.Namespace, note: Callable[..., None]) -> None:
 
     tasks = select(names_in(args.tasks))
     models, processor = load(args)
-    points = sweep(args, models[""])
-    records = list(measure(models, processor, points, tasks, args))
+    control = load_control(args, models[""])
+    points = sweep(args, models[""], control)
+    records = list(measure(models, processor, points, tasks, args, control))
     result = frontier_report.build(points, records, {task.name: task.metric for task in tasks})
     title = "accuracy against tokens per forward and seconds; * marks the Pareto front"
     note("frontier", title, result, frontier_report.markdown(result))
@@ -180,26 +189,44 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     return models, processor
 
 
-def sweep(args: argparse.Namespace, model: Any) -> list[Point]:
+def load_control(args: argparse.Namespace, model: Any) -> Any:
+    """The control sampler, None where none was asked for.
+
+    Raises:
+        ValueError: its folder holds none that fits the model, or the model has no sampler to compare it with.
+    """
+    from trimode_vlm.learned_sampler import find_sampler, read_sampler
+
+    if args.control_sampler is None:
+        return None
+    folder = find_sampler(args.control_sampler, Path(args.model))
+    if folder is None or model.learned_sampler is None:
+        raise ValueError("--control-sampler stands beside a learned sampler: name that with --sampler")
+    return read_sampler(folder, model)
+
+
+def sweep(args: argparse.Namespace, model: Any, control: Any = None) -> list[Point]:
     """All points that the options ask for and the model has, mode by mode, quantised weights last."""
-    points = [point for mode in args.modes for point in _points(mode, args, model)]
+    points = [point for mode in args.modes for point in _points(mode, args, model, control)]
     return points + [replace(point, weights=args.quantize) for point in points if args.quantize]
 
 
-def _points(mode: str, args: argparse.Namespace, model: Any) -> Iterator[Point]:
+def _points(mode: str, args: argparse.Namespace, model: Any, control: Any) -> Iterator[Point]:
     if mode in ("ar", "auto"):
         yield Point(mode=mode)
     elif mode == "diffusion":
-        sampler = model.learned_sampler
-        rules = args.commit_rules or [rule for rule in COMMIT_RULES if rule != "learned" or sampler is not None]
-        for rule in rules:
+        learned = [sampler for sampler in (model.learned_sampler, control) if sampler is not None]
+        for rule in args.commit_rules or [rule for rule in COMMIT_RULES if rule != "learned" or learned]:
             name = "entropy_bound" if rule == "entropy" else "threshold"
-            for length in args.block_lengths:
-                # A learned sampler knows blocks up to a length.
-                if rule == "learned" and length > sampler.config.block_length:
-                    continue
-                for value in args.entropy_bounds if rule == "entropy" else args.thresholds:
-                    yield Point(mode=mode, block_length=length, commit_rule=rule, **{name: value})
+            for sampler in learned if rule == "learned" else [None]:
+                is_control = sampler is not None and sampler is control
+                for length in args.block_lengths:
+                    # A learned sampler knows blocks up to a length.
+                    if sampler is not None and length > sampler.config.block_length:
+                        continue
+                    for value in args.entropy_bounds if rule == "entropy" else args.thresholds:
+                        point = Point(mode=mode, block_length=length, commit_rule=rule, is_control=is_control)
+                        yield replace(point, **{name: value})
     else:
         for adapter in (False, True) if model.draft_adapter is not None else (False,):
             for length in args.block_lengths:
@@ -212,6 +239,7 @@ def measure(
     points: Sequence[Point],
     tasks: Sequence[EvalTask],
     args: argparse.Namespace,
+    control: Any = None,
 ) -> Iterator[Record]:
     """One record, as `eval` writes it, for each sample and point, with the point's name."""
     from tqdm import tqdm
@@ -220,6 +248,7 @@ def measure(
     from trimode_vlm.eval.state import Key
 
     adapters = {weights: model.draft_adapter for weights, model in models.items()}
+    samplers = {weights: model.learned_sampler for weights, model in models.items()}
 
     def answerer(point: Point) -> Answerer:
         loaded = models[point.weights], processor
@@ -231,12 +260,13 @@ def measure(
         for task, index in tqdm(work, unit="sample", dynamic_ncols=True):
             for point in points:
                 models[point.weights].draft_adapter = adapters[point.weights] if point.adapter else None
+                models[point.weights].learned_sampler = control if point.is_control else samplers[point.weights]
                 key = Key("model", task.name, point.mode, index, index)
                 [record] = answerers[point].answer(task, [key])
                 yield {**record, "point": point.name}
     finally:
         for weights, model in models.items():
-            model.draft_adapter = adapters[weights]
+            model.draft_adapter, model.learned_sampler = adapters[weights], samplers[weights]
 
 
 def eval_settings(point: Point, args: argparse.Namespace) -> EvalSettings:

@@ -18,8 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import trimode_vlm
+from trimode_vlm import cli
 from trimode_vlm.checkpoints import convert
+from trimode_vlm.eval import bench
+from trimode_vlm.eval.bench_frontier import measure, sweep
 from trimode_vlm.eval.sol import samplers
+from trimode_vlm.eval.tasks import select
 from trimode_vlm.learned_sampler import (
     PRESETS,
     SAMPLER_FOLDER,
@@ -122,10 +126,11 @@ class Scripted:
 
     def __init__(self, script: dict[int, list[float]], block_length: int) -> None:
         self.script, self.config, self.calls = script, replace(TINY, block_length=block_length), 0
+        self.mask_token_id = MASK
 
     def probabilities(self, model: Any, logits: Tensor, canvas: Tensor, masked: Tensor) -> Tensor:
         self.calls += 1
-        assert ((canvas == MASK) == masked).all() and logits.shape[:2] == canvas.shape
+        assert ((canvas == self.mask_token_id) == masked).all() and logits.shape[:2] == canvas.shape
         return torch.tensor([self.script.get(n, [0.0] * canvas.shape[1]) for n in masked.sum(-1).tolist()])
 
 
@@ -287,3 +292,19 @@ def test_a_folder_that_does_not_fit_is_refused_with_what_does_not(folder: Path, 
     (path / "sampler.json").write_text(json.dumps({"network": {**asdict(TINY), "arch": "rnn"}}))
     with pytest.raises(ValueError, match="arch must be one of attention, mlp, got 'rnn'"):
         read_sampler(path, model)
+
+
+def test_the_frontier_asks_each_sampler_at_its_own_points() -> None:
+    model, processor = trimode_vlm.load("nano")
+    model.learned_sampler = own = Scripted({n: [1.0] * 16 for n in range(16)}, 16)
+    control = Scripted({}, 16)
+    parser = cli.Parser()
+    bench.add_arguments(parser)
+    args = parser.parse(["frontier", *"--modes diffusion --block-lengths 16,32 --thresholds 0.5 --limit 1".split()])
+    bench.check(args)
+    points = [point for point in sweep(args, model, control) if point.commit_rule == "learned"]
+    assert [point.name for point in points] == ["diffusion learned 16 at 0.5", "diffusion learned (control) 16 at 0.5"]
+    own.mask_token_id = control.mask_token_id = model.config.mask_token_id
+    fast, slow = measure({"": model}, processor, points, select(["text_spell"]), args, control)
+    assert fast["nfe"] == 2 and slow["nfe"] == 16 and own.calls and control.calls
+    assert model.learned_sampler is own

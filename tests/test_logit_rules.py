@@ -197,6 +197,14 @@ def test_bans_fall_on_the_next_likeliest_token(mode: str) -> None:
             assert out.accepted_lengths == [[7]], "drafts obey the ban, so the verifier takes all of them"
 
 
+@pytest.mark.parametrize(("mode", "lengths"), [("linear_spec", [4, 4, 3]), ("quadratic_spec", [1, 4, 4, 2])])
+def test_drafts_know_how_long_the_answer_must_be(mode: str, lengths: list[int]) -> None:
+    model = speaker([20 + i for i in range(12)])
+    asked = {"min_new_tokens": 12, "max_new_tokens": 12, "logit_bias": {END: 50}}
+    [tokens], out = generate(model, [PROMPT], **asked, **options(mode, 4))
+    assert tokens == [20 + i for i in range(12)] and out.accepted_lengths == [lengths]
+
+
 def test_processors_of_options_run_once_per_forward_and_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once per position, as a user's own processors have to."""
     calls: list[tuple[int, int]] = []

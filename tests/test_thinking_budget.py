@@ -32,8 +32,8 @@ def test_the_end_is_forced_where_the_budget_ends(mode: str, block_length: int) -
         tokens, out = answer(WORDS, mode, block_length, thinking_budget=budget, **MARKS)
         assert tokens == WORDS[:budget] + [CLOSE] + WORDS[budget + 1 :]
         assert out.num_thinking_tokens == [budget + 1] and out.num_new_tokens == [len(WORDS)]
-        if mode in SELF_SPECULATION:
-            assert sum(out.accepted_lengths[0]) == len(WORDS) - 1
+        # It stands in the draft as well, so that no cycle ends there.
+        assert out.accepted_lengths == answer(WORDS, mode, block_length)[1].accepted_lengths
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -89,11 +89,16 @@ def test_a_thought_that_the_answer_opens_in_diffusion() -> None:
     for table, shift in zip(tables, (1, 0), strict=True):
         for i, word in enumerate(words):
             table[len(PROMPT) + i - shift] = 0
-            table[len(PROMPT) + i - shift, word] = 30.0 - i
+            table[len(PROMPT) + i - shift, word] = 12.0 - i / 2
     model = scripted_model(speaker([20]).config, *map(by_position, tables))
     asked = {"thinking_budget": 1, "max_new_tokens": 14, **MARKS}
     [tokens], _ = generate(model, [PROMPT], mode="diffusion", block_length=8, threshold=None, **asked)
     assert tokens == [*words[:4], CLOSE, *words[5:]]
+    # Its place is committed before the thought opens, the next one is not.
+    tables[1][len(PROMPT) + 4] *= 2
+    model = scripted_model(speaker([20]).config, *map(by_position, tables))
+    [tokens], out = generate(model, [PROMPT], mode="diffusion", block_length=8, threshold=None, **asked)
+    assert tokens == [*words[:5], CLOSE, *words[6:]] and out.num_thinking_tokens == [3]
 
 
 def test_diffusion_waits_for_what_decides_whether_to_force() -> None:

@@ -114,11 +114,11 @@ class RowRules:
         place = self.thought.closing_place(ids, start) if self.thought else None
         return logits_TV if place is None else self._close(logits_TV, place - start - lead)
 
-    def own(self, logits_TV: Tensor, ids: list[int], length: int, mask_token_id: int) -> Tensor:
+    def own(self, logits_TV: Tensor, ids: list[int], length: int) -> Tensor:
         """Logits of the last places of a block `ids` behind the row's first `length` tokens, each of its own token."""
         start, skip = length - len(self.prompt_ids), len(ids) - len(logits_TV)
         logits_TV = self._without_ends(logits_TV, start + skip)
-        place = self._open_closing_place(ids, start, mask_token_id)
+        place = self.thought.closing_place(ids, start) if self.thought else None
         if place is None:
             return logits_TV
         t = place - start - skip
@@ -130,8 +130,8 @@ class RowRules:
     def held(self, ids: list[int], length: int, mask_token_id: int) -> int | None:
         """The place in diffusion's block that must wait for those before it: they decide if a thought closes there."""
         start = length - len(self.prompt_ids)
-        place = self._open_closing_place(ids, start, mask_token_id)
-        if place is None or mask_token_id not in ids[: place - start] or place - start >= len(ids):
+        place = self.thought.closing_place(ids, start) if self.thought else None
+        if place is None or place - start >= len(ids) or mask_token_id not in ids[: place - start]:
             return None
         return place - start
 
@@ -139,13 +139,6 @@ class RowRules:
     def _end_of_thought(self) -> int:
         assert self.thought is not None
         return self.thought.end_id
-
-    def _open_closing_place(self, ids: list[int], start: int, mask_token_id: int) -> int | None:
-        """In diffusion a thought may be opened before places that are committed: it closes at the next that is not."""
-        place = self.thought.closing_place(ids, start) if self.thought else None
-        while place is not None and 0 <= place - start < len(ids) and ids[place - start] != mask_token_id:
-            place += 1
-        return place
 
     def _without_ends(self, logits_TV: Tensor, first: int) -> Tensor:
         """No end token at the answer's places before min_new_tokens; position t is place first + t."""

@@ -187,8 +187,7 @@ class DecodeState:
         if not any(rules.act for rules in self.rules):
             return logits_BTV
         blocks = zip(self.rules, logits_BTV.float(), ids_BT.tolist(), self.cache.lengths, strict=True)
-        mask_id = self.mask_token_id
-        return torch.stack([rules.own(logits, ids, length, mask_id) for rules, logits, ids, length in blocks])
+        return torch.stack([rules.own(logits, ids, length) for rules, logits, ids, length in blocks])
 
     def held(self, canvas_BT: Tensor) -> Tensor:
         """Places of a canvas that must stay open for now: bool [B, T]; see RowRules.held."""

@@ -111,10 +111,15 @@ def joined() -> Iterator[Group]:
         yield Group(None)
         return
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     is_mine = not dist.is_initialized()
     if is_mine:
-        dist.init_process_group("gloo")
+        store, number, count = next(rendezvous("env://"))
+        # torchrun keeps its store when it starts dead ranks again: addresses of the dead would stand in it.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"trimode_vlm.eval.{attempt}", store)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=count)
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
         yield Group(group)

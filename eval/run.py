@@ -53,8 +53,6 @@ def evaluate(settings: EvalSettings, loader: answering.Loader | None = None) -> 
     from trimode_vlm.eval.progress import Progress
     from trimode_vlm.eval.workers import fan_out, work
 
-    if settings.workers > 1 and ranks.world_size() > 1:
-        raise ValueError("--workers starts processes of its own: leave it out under torchrun or deepspeed")
     settings = replace(settings, device=settings.device or ranks.default_device())
     tasks = check(settings)
     folder, rank, loader = Path(settings.output), ranks.rank(), loader or answering.load
@@ -78,6 +76,8 @@ def evaluate(settings: EvalSettings, loader: answering.Loader | None = None) -> 
 def _prepare(settings: EvalSettings, tasks: Sequence[EvalTask], loader: answering.Loader, stack: ExitStack) -> None:
     """All that may be refused, before the first answer; then one merged file that the ranks go on from."""
     folder = Path(settings.output)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder}: this is a file; name a folder")
     keys = plan(settings, tasks)
     done = state.read(folder)
     if loader is answering.load:
@@ -176,7 +176,8 @@ def run(args: argparse.Namespace) -> int:
             raise
         return 2  # one line is enough
     if rank == 0:
-        print_settings(asdict(settings))
+        said = {name: value for name, value in asdict(settings).items() if value is not None and value is not False}
+        print_settings({name: value for name, value in said.items() if value != {}})
     try:
         with _stopping_on_sigterm():
             result = evaluate(settings)
@@ -184,12 +185,16 @@ def run(args: argparse.Namespace) -> int:
         if rank == 0:
             print(f"stopped; the same command again goes on from what is in {settings.output}", file=sys.stderr)
         raise
+    except Exception:
+        if ranks.world_size() > 1:
+            print(f"\nrank {rank} failed:", file=sys.stderr)  # on a line of its own: rank 0's bar holds the last one
+        raise
     if rank == 0:
         print(report.markdown(result))
         skipped = sum(n for by_mode in result["settings"]["skipped"].values() for n in by_mode.values())
         if skipped:
             print(f"\n{skipped} samples were skipped: see {settings.output}/{state.SKIPPED}", file=sys.stderr)
-        print(f"\nwritten to {settings.output}: report.json, report.md, {state.MERGED}", file=sys.stderr)
+        print(f"\nwritten to {settings.output}: report.json, report.md, report.html, {state.MERGED}", file=sys.stderr)
     return 0
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimode_vlm.cli import UsageError, check_device, nearest
+from trimode_vlm.eval import ranks
 from trimode_vlm.eval.scored import STYLES
 from trimode_vlm.eval.tasks import EvalTask, select
 from trimode_vlm.eval.tpf import DEFAULT_BUCKETS
@@ -107,6 +108,8 @@ def check(settings: EvalSettings) -> list[EvalTask]:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+    if settings.workers > 1 and ranks.world_size() > 1:
+        raise ValueError("--workers starts processes of its own: leave it out under torchrun or deepspeed")
     if settings.metric_style not in STYLES:
         raise ValueError(f"unknown metric style {settings.metric_style!r} (known: {', '.join(STYLES)})")
     if settings.on_error not in ("raise", "skip"):

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from eval_cases import PAD, StubModel, StubProcessor, lines, settings
+from torch.distributed import TCPStore
 
 from trimode_vlm.eval import ranks, run, state
 
@@ -31,8 +32,8 @@ class BlindModel(StubModel):
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
         self.calls.append(options)
-        name = os.environ.get("RANK", multiprocessing.current_process().name)
-        # The first answer in each of two modes is thrown away; both are of the first mode by now.
+        name = multiprocessing.current_process().name
+        # The first answer in a mode is thrown away.
         if name == os.environ.get("TRIMODE_TEST_DIE") and len(self.calls) > 3:
             os.kill(os.getpid(), signal.SIGKILL)
         one = {"num_new_tokens": [1], "nfe": [1], "nfe_prefill": [1], "seconds": [0.1], "accepted_lengths": [[]]}
@@ -110,34 +111,9 @@ def test_two_ranks_answer_byte_for_byte_what_one_answers(tmp_path: Path) -> None
             assert [cell[name] for name in same] == [other[name] for name in same]
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from eval_cases import settings
-from test_eval_distributed import TASKS, blind_loader
-from trimode_vlm.eval import run
-run.evaluate(settings(Path(sys.argv[1]), tasks=TASKS, limit=6), loader=blind_loader)
-"""
-
-
-def test_a_killed_rank_loses_nothing_that_was_written(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    done = torchrun(str(script), str(tmp_path / "two"), TRIMODE_TEST_DIE="1")
-    assert done.returncode != 0
-    folder = tmp_path / "two" / "out"
-    written = state.read(folder)
-    assert sum(key.id % 2 for key in written) == 2 and not (folder / "report.json").exists()
-    chosen = settings(tmp_path / "two", tasks=TASKS, limit=6)
-    run.evaluate(chosen, loader=blind_loader)
-    alone = settings(tmp_path / "alone", tasks=TASKS, limit=6)
-    run.evaluate(alone, loader=blind_loader)
-    assert lines(chosen) == lines(alone) and len(lines(alone)) == 24
-
-
-def meet(rank: int, port: int, fate: str, pipe: Any) -> None:
+def meet(rank: int, variables: dict[str, str], fate: str, pipe: Any) -> None:
     """One of three ranks, none of which has an agent to stop it when another dies."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", **variables}
     looks: list[None] = []
 
     def prepare() -> None:
@@ -155,8 +131,6 @@ def meet(rank: int, port: int, fate: str, pipe: Any) -> None:
             if rank == 1 and fate == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 2 and fate == "slow":
-                import time
-
                 time.sleep(3 * ranks.POLL_SEC)
             group.wait(look)
         pipe.send("met")
@@ -164,25 +138,32 @@ def meet(rank: int, port: int, fate: str, pipe: Any) -> None:
         pipe.send(f"{type(error).__name__} {error}")
 
 
-@pytest.mark.parametrize("fate", ["slow", "killed", "refused"])
-def test_ranks_wait_for_the_slow_and_not_for_the_dead(fate: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def meeting(fate: str, **variables: str) -> list[list[str]]:
+    """What each of the three ranks said."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(3)]
-    processes = [context.Process(target=meet, args=(rank, port, fate, pipes[rank][1])) for rank in range(3)]
+    processes = [context.Process(target=meet, args=(rank, variables, fate, pipes[rank][1])) for rank in range(3)]
     for process in processes:
         process.start()
+    heard: list[list[str]] = []
+    for process, (receive, _) in zip(processes, pipes, strict=True):
+        process.join(60)
+        process.kill()
+        heard.append([])
+        while receive.poll(0):
+            heard[-1].append(receive.recv())
+    return heard
 
-    def said(rank: int) -> Sequence[str]:
-        processes[rank].join(60)
-        found = []
-        while pipes[rank][0].poll(0):
-            found.append(pipes[rank][0].recv())
-        return found
 
-    heard = [said(rank) for rank in range(3)]
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@pytest.mark.parametrize("fate", ["slow", "killed", "refused"])
+def test_ranks_wait_for_the_slow_and_not_for_the_dead(fate: str) -> None:
+    heard = meeting(fate, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     if fate == "slow":
         assert heard == [["waited", "met"], ["met"], ["met"]]
     elif fate == "killed":
@@ -190,6 +171,14 @@ def test_ranks_wait_for_the_slow_and_not_for_the_dead(fate: str) -> None:
         assert all("RuntimeError a rank ended before its work was done" in heard[rank][-1] for rank in (0, 2))
     else:
         assert heard == [["ValueError no"], ["SystemExit 1"], ["SystemExit 1"]]
+
+
+def test_ranks_that_a_launcher_starts_again_find_each_other() -> None:
+    """torchrun's agent keeps one store over all attempts, with the addresses of the dead in it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert meeting("killed", **agents, TORCHELASTIC_RESTART_COUNT="0")[1] == []
+    assert meeting("slow", **agents, TORCHELASTIC_RESTART_COUNT="1")[1:] == [["met"], ["met"]]
 
 
 def test_workers_and_ranks_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,28 @@ def test_a_row_starts_from_all_rows_and_goes_its_own_way() -> None:
     assert (policy.rate(good), policy.rate(Acceptance())) == before, "AR says nothing about drafts"
 
 
+def test_what_a_row_knew_fades_in_ar() -> None:
+    policy, row = Policy(cheap_blocks), Acceptance()
+    for _ in range(3):
+        policy.observe(row, 1, 8)
+    rates = []
+    for _ in range(300):
+        rates.append(policy.rate(row))
+        policy.observe(row, 1, 1)
+    assert rates == sorted(rates) and len(set(rates)) == pytest.approx(300 / 16, abs=1)
+    assert rates[0] < 0.7 and rates[-1] == pytest.approx(policy.rate(Acceptance()), abs=0.01)
+
+
+def test_a_few_short_answers_are_no_verdict_but_many_failures_are() -> None:
+    policy = Policy(cheap_blocks)
+    for _ in range(3):
+        policy.observe(Acceptance(), 1, 8)
+    assert policy.next_block_length([Acceptance()], [100], 32) > 1
+    for _ in range(20):
+        policy.observe(Acceptance(), 1, 8)
+    assert policy.next_block_length([Acceptance()], [100], 32) == 1
+
+
 def test_where_no_draft_can_pay_none_is_made() -> None:
     policy = Policy(lambda rows, k: 2.0 * k if k > 1 else 1.0)
     rows = [Acceptance()]

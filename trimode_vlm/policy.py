@@ -17,11 +17,14 @@ from dataclasses import dataclass
 
 # What a row's earlier cycles count for after one more: the exponential average looks back about five cycles.
 ROW_DECAY = 0.8
-# The same of all rows together, over some fifty cycles; and how many tokens of its own outweigh it for a row.
+# While AR tells a row nothing new, what it knows fades by FADE every FADE_CYCLES: a hard passage may have ended.
+FADE, FADE_CYCLES = 0.7, 16
+# The average of all rows looks back some fifty cycles. In a row it counts as SHARED_WEIGHT tokens of its own.
 SHARED_DECAY = 0.98
-SHARED_WEIGHT = 4.0
-# What is believed before anything was drafted. High enough that the first cycle drafts where drafts can pay at all.
-FIRST_RATE = 0.8
+SHARED_WEIGHT = 8.0
+# What is believed before anything was drafted, and as how many tokens: enough to draft at first where drafts can pay at
+# all, and for some failures, such as a few answers that were short.
+FIRST_RATE, FIRST_TOKENS = 0.85, 32.0
 # Of the time spent in AR cycles, what may be lost on drafts that ask whether drafts have become good.
 PROBE_SHARE = 0.01
 
@@ -43,11 +46,18 @@ class Acceptance:
 
     held: float = 0.0
     failed: float = 0.0
+    idle_cycles: int = 0
 
     def observe(self, tokens: int, block_length: int, decay: float) -> None:
         """A cycle of `block_length` brought `tokens`; the end of an answer is a failure too, nothing follows it."""
         self.held = decay * self.held + tokens - 1
         self.failed = decay * self.failed + (tokens < block_length)
+
+    def idle(self) -> None:
+        """A cycle without a draft."""
+        self.idle_cycles += 1
+        if self.idle_cycles % FADE_CYCLES == 0:
+            self.held, self.failed = FADE * self.held, FADE * self.failed
 
 
 class Policy:
@@ -59,7 +69,7 @@ class Policy:
 
     def __init__(self, cost: Callable[[int, int], float]) -> None:
         self.cost = cost
-        self.shared = Acceptance(FIRST_RATE * SHARED_WEIGHT, (1 - FIRST_RATE) * SHARED_WEIGHT)
+        self.shared = Acceptance(FIRST_RATE * FIRST_TOKENS, (1 - FIRST_RATE) * FIRST_TOKENS)
         self.probe_sec = 0.0
         self._last: tuple[object, int, int | None] = (None, 1, None)
 
@@ -71,7 +81,9 @@ class Policy:
 
     def observe(self, row: Acceptance, tokens: int, block_length: int) -> None:
         """A cycle brought the row `tokens`, of at most `block_length`; AR cycles say nothing about drafts."""
-        if block_length > 1 and tokens > 0:
+        if block_length == 1:
+            row.idle()
+        elif tokens > 0:
             row.observe(tokens, block_length, ROW_DECAY)
             self.shared.observe(tokens, block_length, SHARED_DECAY)
 
@@ -93,7 +105,7 @@ class Policy:
         a probe can lose, the probe is made. So probes lose at most PROBE_SHARE of the time that AR takes.
         """
         rates, limits = [self.rate(row) for row in rows], [min(limit, longest) for limit in limits]
-        # AR cycles change none of these: the choice is then the last one, and costs next to nothing.
+        # Most AR cycles change none of these: the choice is then the last one, and costs next to nothing.
         key = rates, limits, longest, shortest
         if self._last[0] != key:
             best = self.choose(rates, limits, longest, shortest)

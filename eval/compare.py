@@ -56,7 +56,8 @@ def compare(folder_a: Path, folder_b: Path) -> dict[str, Any]:
     pooled, mean_of_tasks = {}, {}
     for mode in modes:
         members = [group for group in groups if group[1] == mode]
-        pooled[mode] = _cell([p for group in members for p in groups[group]], sum(draws[group] for group in members))
+        together = np.sum([draws[group] for group in members], axis=0)
+        pooled[mode] = _cell([pair for group in members for pair in groups[group]], together)
         mean_of_tasks[mode] = _mean_of_tasks([tasks[task][mode] for task, _ in members], [draws[g] for g in members])
     return {
         "a": {"folder": str(folder_a)},
@@ -72,7 +73,9 @@ def compare(folder_a: Path, folder_b: Path) -> dict[str, Any]:
 
 def _read(folder: Path) -> dict[state.Key, Record]:
     """The model's own answers in a folder, sorted; controls are left out."""
-    records = {key: record for key, record in sorted(state.read(folder).items()) if key.run == "model"}
+    records: dict[state.Key, Record] = {
+        key: record for key, record in sorted(state.read(folder).items()) if key.run == "model"
+    }
     if not records:
         raise ValueError(f"{folder} holds no answers of a run ({state.MERGED}); give the --output folder of `eval`")
     return records

@@ -75,7 +75,7 @@ def draw(report: Mapping[str, Any]) -> list[Plot]:
     import matplotlib
 
     inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: dict[str, Any] = dict.fromkeys(inks, INK) | {
+    style: Any = dict.fromkeys(inks, INK) | {
         "svg.fonttype": "none",
         "legend.frameon": False,
         "font.size": 10.5,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +64,13 @@ class HarnessModel:
         self.records: list[dict[str, Any]] = []
         self._warned: set[str] = set()
 
-    def answer(self, inputs: Any, generation: Mapping[str, Any]) -> list[str]:
+    def answer(self, inputs: Any, generation: Mapping[str, Any], counted: Sequence[bool]) -> list[str]:
         """Answers to a batch of prompts, each cut before the first stop string.
 
         Args:
             inputs: what the processor returns, padded on the left.
             generation: the task's generation options, as in the harnesses: until, max_gen_toks, temperature ...
+            counted: per row, whether its tokens and forwards count.
         """
         options, stops = self.options(generation)
         tokenizer = {"tokenizer": self.processor.tokenizer} if stops else {}
@@ -77,6 +80,8 @@ class HarnessModel:
         for row, count in enumerate(out.num_new_tokens):
             text = self.processor.decode(out.sequences[row, width : width + count].tolist(), skip_special_tokens=True)
             texts.append(text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)])
+            if not counted[row]:
+                continue
             self.records.append(
                 {
                     "num_new_tokens": int(count),
@@ -118,9 +123,18 @@ class HarnessModel:
         used = {name: value for name, value in given.items() if name in SHARED_OPTIONS}
         return used | self.decoding | {"max_new_tokens": budget} | ({"stop_strings": stops} if stops else {}), stops
 
-    def report(self, records: Iterable[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """TPF of all answers so far by length, printed and written; `records`: those of all ranks, else ours."""
-        lengths = bucketed(self.records if records is None else records)
+    def report(self) -> dict[str, Any] | None:
+        """TPF of the answers of all ranks so far, by length; the first rank prints and writes it, others get None."""
+        import torch.distributed as dist
+
+        records, rank = self.records, 0
+        if dist.is_available() and dist.is_initialized():
+            rank, parts = dist.get_rank(), [None] * dist.get_world_size()
+            dist.all_gather_object(parts, records)
+            records = [record for part in parts for record in part or []]
+        if rank:
+            return None
+        lengths = bucketed(records)
         summary = {
             "model": self.name,
             "decoding": self.decoding,
@@ -138,6 +152,39 @@ class HarnessModel:
             Path(self.tpf_output).parent.mkdir(parents=True, exist_ok=True)
             Path(self.tpf_output).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         return summary
+
+
+def num_ranks() -> int:
+    """Processes of this run, as torchrun and accelerate say in the environment."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device_of(asked: str | None) -> str:
+    """The device to load on: the one asked for, of several ranks each its own, else CUDA where there is one.
+
+    lm-eval asks for CUDA by default, so that without a driver this means the CPU, with a warning.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if num_ranks() > 1 else "cuda"
+        return own if asked is None or (num_ranks() > 1 and asked.startswith("cuda")) else asked
+    if asked and asked.startswith("cuda"):
+        warnings.warn(f"there is no CUDA device for device={asked}: using the CPU", stacklevel=2)
+        return "cpu"
+    return asked or "cpu"
+
+
+def counted(requests: Sequence[Any]) -> list[bool]:
+    """False for the copies that the harnesses append so that all ranks have as many requests."""
+    seen: Counter[int] = Counter()
+    flags = []
+    for request in requests:
+        seen[id(request)] += 1
+        metadata = getattr(request, "metadata", None)
+        padding = isinstance(metadata, dict) and metadata.get("__padding_only__", False)
+        flags.append(not padding and seen[id(request)] <= getattr(request, "repeats", 1))
+    return flags
 
 
 def batches(

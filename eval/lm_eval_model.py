@@ -19,17 +19,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
+from accelerate import Accelerator
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from trimode_vlm.eval.harness import HarnessModel, batches
+from trimode_vlm.eval.harness import HarnessModel, batches, counted, device_of, num_ranks
 
 IMAGE_PLACEHOLDER = "<image>"
 """What lm-eval's tasks write where a picture stands."""
 
-MODEL_OPTIONS = ("mode", "dtype", "max_new_tokens", "tpf_output", "adapter", "quantize")
 HFLM_OPTIONS = (
     *("batch_size", "max_batch_size", "max_length", "truncation", "add_bos_token", "prefix_token_id", "logits_cache"),
     *("softmax_dtype", "think_end_token", "enable_thinking", "chat_template_args"),
@@ -43,41 +42,32 @@ class TriModeLM(HFLM):
     MULTIMODAL = True
 
     def __init__(self, pretrained: str = "nano", device: str | None = None, **options: Any) -> None:
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        accelerator = _accelerator()
         hflm = {name: options.pop(name) for name in HFLM_OPTIONS if name in options}
-        ours = {name: options.pop(name) for name in MODEL_OPTIONS if name in options}
-        self.answers = HarnessModel(
-            pretrained, device=str(accelerator.device) if accelerator else device, **ours, **options
-        )
+        self.answers = HarnessModel(pretrained, device=device_of(device), **options)
         super().__init__(
             pretrained=self.answers.model, tokenizer=self.answers.processor.tokenizer, backend="causal", **hflm
         )
-        if accelerator:
-            self.accelerator = accelerator
-            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        if num_ranks() > 1:
+            # HFLM gathers by it; of a model that is loaded already it takes for granted that it is alone.
+            self.accelerator = Accelerator(cpu=self.device.type == "cpu")
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers in the order of the requests, batched by generation options; then the counts, once per call."""
         arguments = [request.args for request in requests]
         generation = [args[1] for args in arguments]
-        texts: list[str] = [""] * len(requests)
+        texts, counts = [""] * len(requests), counted(requests)
         progress = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="generate_until")
         size = 1 if self.batch_size == "auto" else int(self.batch_size)
         for chosen in batches(arguments, generation, [len(args[0]) for args in arguments], size):
             inputs = self._inputs([arguments[index] for index in chosen])
-            for index, text in zip(chosen, self.answers.answer(inputs, generation[chosen[0]]), strict=True):
+            answers = self.answers.answer(inputs, generation[chosen[0]], [counts[index] for index in chosen])
+            for index, text in zip(chosen, answers, strict=True):
                 texts[index] = self._after_thinking(text)
                 self.cache_hook.add_partial("generate_until", arguments[index], texts[index])
             progress.update(len(chosen))
         progress.close()
-        records = self.answers.records
-        if self.world_size > 1:
-            from accelerate.utils import gather_object
-
-            records = gather_object(records)
-        if self.rank == 0:
-            self.answers.report(records)
+        self.answers.report()
         return texts
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
@@ -125,13 +115,6 @@ def _parts(content: Any) -> Any:
     for i, text in enumerate(content.split(IMAGE_PLACEHOLDER)):
         parts += [{"type": "image"}] * (i > 0) + ([{"type": "text", "text": text}] if text else [])
     return parts
-
-
-def _accelerator() -> Any:
-    """accelerate's view of the ranks; None for a single process."""
-    from accelerate import Accelerator, PartialState
-
-    return Accelerator() if PartialState().num_processes > 1 else None
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ Install lmms-eval beside this package, then::
         --tasks ai2d,chartqa,docvqa_val,mmmu_val --batch_size 1 --output_path reports/lmms
 
 lmms-eval finds the model by the entry point `lmms_eval.models` of this package; from a checkout that is not installed,
-`python -m trimode_vlm.eval.lmms_eval_model` takes the same arguments. (Its dependency latex2sympy2 wants another antlr4
-than math-verify of our extra `eval`: install it with `--no-deps`, or in an environment without that extra.)
+`python -m trimode_vlm.eval.lmms_eval_model` takes the same arguments. Two traps of lmms-eval 0.7.3: it needs
+`filelock<4`, and its dependency latex2sympy2 wants another antlr4 than math-verify of our extra `eval`, so that
+the two go into one environment with `--no-deps` only.
 
 Model arguments: those of `HarnessModel`. Chat messages are used where a task can make them; `--force_simple` gives the
 older interface of a text and its pictures, which tasks by log-likelihood need. Those are the AR path's, a plain causal
@@ -24,7 +25,7 @@ from lmms_eval.api.model import lmms
 from lmms_eval.models.registry_v2 import ModelManifest
 from tqdm import tqdm
 
-from trimode_vlm.eval.harness import HarnessModel, batches
+from trimode_vlm.eval.harness import HarnessModel, batches, counted, device_of, num_ranks
 
 
 class TriModeSimple(lmms):
@@ -42,14 +43,11 @@ class TriModeSimple(lmms):
         **options: Any,
     ) -> None:
         super().__init__()
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        accelerator = _accelerator()
-        self.answers = HarnessModel(pretrained, device=str(accelerator.device) if accelerator else device, **options)
+        self.answers = HarnessModel(pretrained, device=device_of(device), **options)
         self.system_prompt = self._resolve_system_prompt(system_prompt) if system_prompt else None
         self.batch_size_per_gpu = 1 if str(batch_size).startswith("auto") else int(batch_size)
-        if accelerator:
-            self.accelerator = accelerator
-            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        # lmms-eval's evaluator, which sets rank and world size, puts its own tensors there.
+        self.device = self.answers.model.device
 
     @property
     def tokenizer(self) -> Any:
@@ -61,22 +59,17 @@ class TriModeSimple(lmms):
         conversations = [self._with_system(self.messages(request.args)) for request in requests]
         generation = [self.generation(request.args) for request in requests]
         lengths = [len(str(request.args[0])) for request in requests]
-        texts: list[str] = [""] * len(requests)
+        texts, counts = [""] * len(requests), counted(requests)
         progress = tqdm(total=len(requests), disable=self.rank != 0, desc="Model Responding")
         for chosen in batches(conversations, generation, lengths, self.batch_size_per_gpu):
             inputs = self._inputs([conversations[index] for index in chosen])
-            for index, text in zip(chosen, self.answers.answer(inputs, generation[chosen[0]]), strict=True):
+            answers = self.answers.answer(inputs, generation[chosen[0]], [counts[index] for index in chosen])
+            for index, text in zip(chosen, answers, strict=True):
                 texts[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
             progress.update(len(chosen))
         progress.close()
-        records = self.answers.records
-        if self.world_size > 1:
-            from accelerate.utils import gather_object
-
-            records = gather_object(records)
-        if self.rank == 0:
-            self.answers.report(records)
+        self.answers.report()
         return texts
 
     def messages(self, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
@@ -167,16 +160,12 @@ def _image(picture: Any) -> dict[str, Any]:
     return {"type": "image", "image": picture}
 
 
-def _accelerator() -> Any:
-    """accelerate's view of the ranks; None for a single process."""
-    from accelerate import Accelerator, PartialState
-
-    return Accelerator() if PartialState().num_processes > 1 else None
-
-
 if __name__ == "__main__":
     from lmms_eval.__main__ import cli_evaluate
     from lmms_eval.models import MODEL_REGISTRY_V2
 
     MODEL_REGISTRY_V2.register_manifest(manifest(), overwrite=True)
+    if num_ranks() > 1 and not torch.cuda.is_available():
+        # lmms-eval would leave this to accelerate, which finds ranks on a CPU only when told to.
+        torch.distributed.init_process_group("gloo")
     sys.exit(cli_evaluate())

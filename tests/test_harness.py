@@ -13,7 +13,7 @@ import kits
 import pytest
 
 import trimode_vlm
-from trimode_vlm.eval.harness import HarnessModel, batches
+from trimode_vlm.eval.harness import HarnessModel, batches, counted
 
 ROWS = 4
 LM_EVAL, LMMS_EVAL = "trimode_vlm.eval.lm_eval_model", "trimode_vlm.eval.lmms_eval_model"
@@ -94,6 +94,14 @@ def test_generation_options_of_the_harnesses() -> None:
 def test_batches_share_options_and_begin_with_the_longest() -> None:
     generation = [{"until": ["a"]}, {"until": ["b"]}, {"until": ["a"]}, {"until": ["a"]}]
     assert list(batches("abcd", generation, [1, 9, 3, 2], 2)) == [[2, 3], [0], [1]]
+
+
+def test_padding_requests_are_not_counted() -> None:
+    """lm-eval repeats its last request; lmms-eval copies one and marks the copy. Repeats that a task asks for count."""
+    first, last = SimpleNamespace(repeats=2, metadata=(None,)), SimpleNamespace(repeats=1, metadata=("task", 0, 1))
+    assert counted([first, first, last, last, last]) == [True, True, True, False, False]
+    copy = SimpleNamespace(repeats=1, metadata={"__padding_only__": True})
+    assert counted([last, copy]) == [True, False]
 
 
 def lm_eval_task(folder: Path, name: str, rows: list[dict[str, Any]], **fields: Any) -> None:

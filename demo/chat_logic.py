@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trimode_vlm.engine import Engine
@@ -19,56 +21,106 @@ MODE_SETTINGS = {
     "linear_spec": ("block_length",),
     "quadratic_spec": ("block_length",),
 }
-
-
-def options_of(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """generate()'s options; temperature 0 is greedy, and a setting that the mode does not have is left out."""
-    options: dict[str, Any] = {"mode": mode, "max_new_tokens": int(settings["max_new_tokens"])}
-    for name in MODE_SETTINGS[mode]:
-        if settings.get(name) is not None:
-            options[name] = int(settings[name]) if name == "block_length" else float(settings[name])
-    temperature = float(settings.get("temperature") or 0)
-    options["do_sample"] = temperature > 0
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_p": float(settings.get("top_p") or 1), "seed": _seed(settings)}
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _seed(settings: Mapping[str, Any]) -> int | None:
-    seed = settings.get("seed")
-    return None if seed is None or seed < 0 else int(seed)
+JOINER = "\u2060"
+MAX_IMAGES = 16
+MAX_IMAGE_PIXELS = 40_000_000
 
 
 def ask(
-    engine: Engine, history: Sequence[Mapping[str, Any]], system: str | None, mode: str, settings: Mapping[str, Any]
+    engine: Engine,
+    history: Sequence[Mapping[str, Any]],
+    system: str | None,
+    mode: str,
+    settings: Mapping[str, Any],
+    *,
+    folders: Sequence[Path],
+    timeout_sec: float | None = None,
 ) -> Request:
-    """Submit a conversation whose last message is the user's.
+    """Submit a conversation whose last message is the user's; its pictures may lie in `folders` only.
 
     Raises:
         ValueError: what the processor or generate() refuses, in one line.
+        RequestError: the engine is full or closed.
     """
-    messages = messages_of(history)
+    options = options_of(mode, settings)
+    messages = messages_of(history, folders)
     if (system or "").strip():
         messages.insert(0, {"role": "system", "content": system})
     inputs = engine.processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    return engine.submit(dict(inputs), **options_of(mode, settings))
+    return engine.submit(dict(inputs), timeout_sec=timeout_sec, **options)
 
 
-def messages_of(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def options_of(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """generate()'s options; temperature 0 is greedy, and a setting that the mode does not have is left out.
+
+    Raises:
+        ValueError: an unknown mode, or a setting that is no number.
+    """
+    if mode not in MODE_SETTINGS:
+        raise ValueError(f"unknown mode {mode!r} (known: {', '.join(MODES)})")
+    options: dict[str, Any] = {"mode": mode, "max_new_tokens": _number(settings, "max_new_tokens", int)}
+    for name in MODE_SETTINGS[mode]:
+        options[name] = _number(settings, name, int if name == "block_length" else float)
+    temperature = _number(settings, "temperature", float) or 0.0
+    options["do_sample"] = temperature > 0
+    if temperature > 0:
+        seed = _number(settings, "seed", int)
+        options |= {
+            "temperature": temperature,
+            "top_p": _number(settings, "top_p", float),
+            "seed": None if seed is None or seed < 0 else seed,
+        }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _number(settings: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = settings.get(name)
+    try:
+        return None if value is None else kind(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name}: expected a number, got {value!r}") from None
+
+
+def user_message(value: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """What a text box gave (text and files) as a message of the history."""
+    value = {"text": value} if isinstance(value, str) else value or {}
+    paths = [f["path"] if isinstance(f, Mapping) else str(f) for f in value.get("files") or []]
+    files = [{"path": path, "alt_text": Path(path).name} for path in paths]
+    text = as_shown((value.get("text") or "").strip())
+    return {"role": "user", "content": [*files, *([{"type": "text", "text": text}] if text else [])]}
+
+
+def as_shown(text: str) -> str:
+    """Text that a browser shows letter by letter: Gradio's chat, Markdown or not, takes tags and entities for HTML.
+
+    A word joiner, which takes no room, stands where a tag or an entity would begin; `as_written` takes it out.
+    """
+    return re.sub(r"([<&])(?=[A-Za-z/!?#])", rf"\1{JOINER}", text)
+
+
+def as_written(text: str) -> str:
+    return re.sub(rf"([<&]){JOINER}", r"\1", text)
+
+
+def messages_of(history: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> list[dict[str, Any]]:
     """The page's history as chat messages: neighbours of one role become one message, pictures before its text.
 
     Raises:
-        ValueError: a file that is no image.
+        ValueError: a file that is no image or lies elsewhere than in `folders`; too many images; another role.
     """
     messages: list[dict[str, Any]] = []
     for entry in history:
-        parts = [part for item in _items(entry["content"]) if (part := _part(item)) is not None]
+        if entry["role"] not in ("user", "assistant"):
+            raise ValueError(f"unknown role {entry['role']!r}")
+        parts = [part for item in _items(entry["content"]) if (part := _part(item, folders)) is not None]
         if messages and messages[-1]["role"] == entry["role"]:
             messages[-1]["content"] += parts
         else:
             messages.append({"role": entry["role"], "content": parts})
+    if sum(part["type"] == "image" for message in messages for part in message["content"]) > MAX_IMAGES:
+        raise ValueError(f"more than {MAX_IMAGES} pictures in one chat; clear it to begin another")
     for message in messages:
         if message["role"] == "assistant":
             message["content"] = "".join(part["text"] for part in message["content"] if part["type"] == "text")
@@ -82,11 +134,14 @@ def _items(content: Any) -> list[Any]:
     return list(content) if isinstance(content, (list, tuple)) else [content]
 
 
-def _part(item: Any) -> dict[str, Any] | None:
+def _part(item: Any, folders: Sequence[Path]) -> dict[str, Any] | None:
     if isinstance(item, str):
-        return {"type": "text", "text": item} if item else None
+        item = {"type": "text", "text": item}
     if item.get("type") == "text":
-        return {"type": "text", "text": item["text"]} if item["text"] else None
+        return {"type": "text", "text": as_written(item["text"])} if item["text"] else None
     file = item.get("file", item)
-    path = file["path"] if isinstance(file, Mapping) else file
-    return {"type": "image", "image": open_image(path)}
+    path = Path(file["path"] if isinstance(file, Mapping) else file)
+    # The history comes back from the browser, which may name any file.
+    if not any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
+        raise ValueError(f"{path.name}: not a picture that was uploaded here")
+    return {"type": "image", "image": open_image(str(path), max_pixels=MAX_IMAGE_PIXELS)}

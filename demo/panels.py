@@ -5,19 +5,22 @@ Everything that a model or a user wrote is escaped. Colours come from the page's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from trimode_vlm.eval.tpf import bucketed, totals
-from trimode_vlm.output import StreamEvent
+from trimode_vlm.demo.live_answer import LiveAnswer
+from trimode_vlm.eval.tpf import Totals, bucketed, totals
 
 CSS = """
 .tm-stats { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5rem, 1fr)); gap: .5rem; margin: 0; }
 .tm-stats div { border: 1px solid var(--border-color-primary); border-radius: .5rem; padding: .35rem .6rem; }
 .tm-stats dt { font-size: .75rem; color: var(--body-text-color-subdued); }
+.tm-stats dd small { font-size: .75rem; color: var(--body-text-color-subdued); }
 .tm-stats dd { margin: 0; font-size: 1.05rem; font-variant-numeric: tabular-nums; }
-.tm-canvas { font-family: var(--font-mono); font-size: .82rem; line-height: 1.7; white-space: pre-wrap;
+.tm-canvas { margin-top: .75rem; font-family: var(--font-mono); font-size: .82rem; line-height: 1.7;
+  white-space: pre-wrap;
   overflow-wrap: anywhere; border: 1px solid var(--border-color-primary); border-radius: .5rem; padding: .5rem .6rem;
   max-height: 16rem; overflow-y: auto; }
 .tm-canvas span { border-radius: .2rem; padding: .05rem 0; }
@@ -25,15 +28,27 @@ CSS = """
 .tm-new { background: rgba(56, 132, 255, .28); }
 .tm-yes { background: rgba(34, 160, 84, .30); }
 .tm-no { background: rgba(214, 60, 60, .25); text-decoration: line-through; }
+.tm-end { color: var(--body-text-color-subdued); opacity: .7; font-size: .7rem; }
 .tm-legend { font-size: .75rem; color: var(--body-text-color-subdued); margin: .3rem 0 0; }
 .tm-legend b { font-weight: 500; padding: 0 .3rem; border-radius: .2rem; }
 .tm-scroll { overflow-x: auto; }
-.tm-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; width: 100%; }
-.tm-table th, .tm-table td { text-align: right; padding: .25rem .5rem; white-space: nowrap;
-  border-bottom: 1px solid var(--border-color-primary); }
-.tm-table th:first-child, .tm-table td:first-child { text-align: left; }
-.tm-same { color: #1f8f4d; } .tm-other { color: #c5483a; }
+.tm-scroll table.tm-table { border-collapse: collapse; font-size: .74rem; font-variant-numeric: tabular-nums;
+  width: 100%; margin: .6rem 0 0; border: 0 !important; color: var(--body-text-color); }
+.tm-scroll table.tm-table :is(th, td) { text-align: right; padding: .3rem .3rem; white-space: nowrap;
+  border: 0 !important; border-bottom: 1px solid var(--border-color-primary) !important; }
+.tm-scroll table.tm-table th { font-weight: 500; color: var(--body-text-color-subdued); }
+.tm-scroll table.tm-table :is(th, td):is(:first-child, .tm-word) { text-align: left; }
+.tm-same { color: #1b7f43; } .tm-other { color: #b93c2e; }
 .dark .tm-same { color: #5fd08d; } .dark .tm-other { color: #ff8d80; }
+.tm-bars { margin: .75rem 0 0; font-size: .78rem; font-variant-numeric: tabular-nums; }
+.tm-bars h4 { font-size: .78rem; font-weight: 500; margin: .6rem 0 .2rem; color: var(--body-text-color); }
+.tm-bars div { display: grid; grid-template-columns: 6.8rem 1fr 3.2rem; gap: .5rem; align-items: center; }
+.tm-bars i { display: block; height: .8rem; border-radius: 0 .2rem .2rem 0; min-width: 2px; }
+.tm-bars b { font-weight: 500; text-align: right; }
+.tm-auto { background: #8a63d2; } .tm-ar { background: #7d8794; } .tm-diffusion { background: #d9822b; }
+.tm-linear_spec { background: #2f7ed8; } .tm-quadratic_spec { background: #2a9d6f; }
+.tm-note { color: #9a4a00; font-size: .9rem; overflow-wrap: anywhere; padding: .1rem .2rem; }
+.dark .tm-note { color: #ffb870; }
 """
 MASK = "░"
 # Characters of the emitted text that stand before the block, for its place in the answer.
@@ -51,86 +66,127 @@ def stats(record: Mapping[str, Any] | None) -> str:
         ("mode", escape(record["mode"])),
         ("tokens", f"{total.num_tokens}"),
         ("forwards", f"{total.num_forwards}"),
-        ("TPF (decode)", _number(total.tpf_decode)),
-        ("TPF (with prefill)", _number(total.tpf_end_to_end)),
-        ("tokens/s", _number(total.num_tokens / record["seconds"] if record["seconds"] else None, 0)),
+        ("TPF (decode)", _decimal(total.tpf_decode)),
+        ("TPF (with prefill)", _decimal(total.tpf_end_to_end)),
+        ("tokens/s", _decimal(_per_sec(total), 0)),
         ("time to first token", "–" if first is None else f"{first * 1000:.0f} ms"),
-        ("seconds", f"{record['seconds']:.2f}"),
-        ("accepted length", _number(sum(accepted) / len(accepted) if accepted else None, 1)),
-        ("ended by", escape(record["finish_reason"] or "…")),
+        ("accepted length", _decimal(sum(accepted) / len(accepted) if accepted else None, 1)),
+        ("ended by", f"{escape(record['finish_reason'] or '…')} <small>{record['seconds']:.2f} s</small>"),
     ]
     return "<dl class='tm-stats'>" + "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in cells) + "</dl>"
 
 
-def canvas(
-    token_ids: Sequence[int], event: StreamEvent | None, decode: Callable[[int], str], mask_token_id: int | None
-) -> str:
-    """The block under way: diffusion's canvas, or the last draft with the verifier's verdict; else the text's end."""
-    if event is None:
-        return "<div class='tm-canvas tm-mask'>the block under way appears here</div>"
+def canvas(live: LiveAnswer | None, decode: Callable[[int], str], mask_token_id: int | None) -> str:
+    """The block under way: diffusion's canvas, or the last draft with the verifier's verdict; else the text's end.
 
-    def piece(token: int, kind: str = "", style: str = "") -> str:
-        text = escape(decode(token)).replace("\n", "⏎\n")
-        attributes = (f" class='{kind}'" if kind else "") + (f" style='{style}'" if style else "")
-        return f"<span{attributes}>{text}</span>"
-
-    if event.canvas is not None and not event.finish_reason:
-        # What of the canvas is emitted stands in token_ids too.
-        done = next((i for i, t in enumerate(event.canvas) if t == mask_token_id), len(event.canvas))
-        before = token_ids[: len(token_ids) - done][-CONTEXT_TOKENS:]
+    Args:
+        decode: a token id to its text.
+    """
+    if live is None:
+        return "<div class='tm-canvas tm-mask'>The block under way appears here.</div>"
+    event, known = live.block, live.token_ids[: live.block_end]
+    if event is not None and event.canvas is not None:
         confidence = event.confidence or [None] * len(event.canvas)
         cells = [
-            f"<span class='tm-mask'>{MASK}</span>" if t == mask_token_id else piece(t, "tm-new", _shade(c))
-            for t, c in zip(event.canvas, confidence, strict=True)
+            Cell(token, "tm-mask") if token == mask_token_id else Cell(token, "tm-new", _shade(sure))
+            for token, sure in zip(event.canvas, confidence, strict=True)
         ]
+        before = known[: len(known) - _overlap(known, event.canvas)]
         legend = f"<b class='tm-new'>committed</b> stronger is surer · <b class='tm-mask'>{MASK}</b> masked"
-    elif event.draft:
-        emitted = len(event.token_ids)
-        before = token_ids[: len(token_ids) - emitted][-CONTEXT_TOKENS:]
+    elif event is not None and event.draft is not None:
         accepted = event.num_accepted or 0
-        cells = [piece(t, "tm-yes") for t in event.draft[:accepted]]
-        cells += [piece(t, "tm-new") for t in event.token_ids[accepted:]]
-        cells += [piece(t, "tm-no") for t in event.draft[accepted:]]
+        before = known[: len(known) - len(event.token_ids)]
+        cells = [Cell(token, "tm-yes") for token in event.draft[:accepted]]
+        cells += [Cell(token, "tm-new") for token in event.token_ids[accepted:]]
+        cells += [Cell(token, "tm-no") for token in event.draft[accepted:]]
         legend = "<b class='tm-yes'>accepted</b> <b class='tm-new'>the verifier's own</b> <b class='tm-no'>rejected</b>"
     else:
-        before, cells, legend = token_ids[-3 * CONTEXT_TOKENS :], [], "the last tokens"
-    text = "".join(piece(t) for t in before) + "".join(cells)
-    return f"<div class='tm-canvas'>{text}</div><p class='tm-legend'>{legend}</p>"
+        before, cells, legend = live.token_ids[-3 * CONTEXT_TOKENS :], [], "the last tokens"
+    cells = [*(Cell(token) for token in before[-3 * CONTEXT_TOKENS :][-CONTEXT_TOKENS if cells else 0 :]), *cells]
+    # What stands behind the end is no part of the answer.
+    end = next((i + 1 for i, cell in enumerate(cells) if cell.token_id in live.end_token_ids), len(cells))
+    text = "".join(_cell(cell, decode, live.end_token_ids) for cell in cells[:end])
+    return f"<div class='tm-canvas' tabindex='0' role='region' aria-label='Block under way'>{text}</div>" + (
+        f"<p class='tm-legend'>{legend}</p>"
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One token of the canvas."""
+
+    token_id: int
+    kind: str = ""
+    style: str = ""
+
+
+def _cell(cell: Cell, decode: Callable[[int], str], end_token_ids: Collection[int]) -> str:
+    if cell.token_id in end_token_ids:
+        return "<span class='tm-end' title='the end of the answer'> ■ end</span>"
+    text = MASK if cell.kind == "tm-mask" else escape(decode(cell.token_id)).replace("\n", "⏎\n")
+    attributes = (f" class='{cell.kind}'" if cell.kind else "") + (f" style='{cell.style}'" if cell.style else "")
+    return f"<span{attributes}>{text}</span>"
+
+
+def _overlap(known: Sequence[int], block: Sequence[int]) -> int:
+    """How many of the block's first tokens are the last known ones: those have been emitted."""
+    longest = min(len(known), len(block))
+    return next((n for n in range(longest, 0, -1) if list(known[-n:]) == list(block[:n])), 0)
 
 
 def _shade(confidence: float | None) -> str:
     return "" if confidence is None else f"background: rgba(56, 132, 255, {0.12 + 0.5 * confidence**2:.2f})"
 
 
+def session(records: Sequence[Mapping[str, Any]]) -> str:
+    """TPF by answer length over the session: bars, and a table with a row per mode and bucket that has an answer."""
+    return session_bars(records) + session_table(records)
+
+
 def session_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """TPF by answer length over the session, one row per mode and bucket that has an answer."""
     if not records:
         return "<p class='tm-legend'>No answers yet.</p>"
-    head = ("mode", "answers of", "answers", "tokens", "forwards", "TPF", "with prefill", "tokens/s")
-    rows = []
-    for mode, chosen in by_mode(records).items():
-        for bucket, total in bucketed(chosen).items():
-            if total.num_samples:
-                rows.append((
-                    escape(mode), "any length" if bucket == "all" else f"{escape(bucket)} tokens",
-                    str(total.num_samples), str(total.num_tokens), str(total.num_forwards),
-                    _number(total.tpf_decode), _number(total.tpf_end_to_end),
-                    _number(total.num_tokens / total.seconds if total.seconds else None, 0),
-                ))  # fmt: skip
-    return table(head, rows)
-
-
-def session_points(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same as points of a bar plot: mode, answers, TPF."""
-    return [
-        {"mode": mode, "answers": "all" if bucket == "all" else f"{bucket} tokens", "TPF": total.tpf_decode}
+    head = ("mode", "length", "answers", "tokens", "forwards", "TPF", "+prefill", "tokens/s")
+    rows = [
+        (
+            escape(mode), escape(bucket), str(total.num_samples), str(total.num_tokens), str(total.num_forwards),
+            _decimal(total.tpf_decode), _decimal(total.tpf_end_to_end), _decimal(_per_sec(total), 0),
+        )
         for mode, chosen in by_mode(records).items()
         for bucket, total in bucketed(chosen).items()
-        if total.num_samples and total.tpf_decode is not None
-    ]
+        if total.num_samples
+    ]  # fmt: skip
+    return table(head, rows, words=(1,))
 
 
-def comparison_table(records: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> str:
+def session_bars(records: Sequence[Mapping[str, Any]]) -> str:
+    """The same as bars, the modes of a bucket side by side."""
+    by_bucket: dict[str, list[tuple[str, float]]] = {}
+    for mode, chosen in by_mode(records).items():
+        for bucket, total in bucketed(chosen).items():
+            if total.tpf_decode is not None:
+                by_bucket.setdefault(bucket, []).append((mode, total.tpf_decode))
+    if not by_bucket:
+        return ""
+    highest = max(value for bars in by_bucket.values() for _, value in bars) or 1
+    html = "".join(
+        f"<h4>{_bucket(bucket)}</h4>"
+        + "".join(
+            f"<div><span>{escape(mode)}</span>"
+            f"<i class='tm-{escape(mode)}' style='width: {100 * value / highest:.0f}%'></i>"
+            f"<b>{_decimal(value)}</b></div>"
+            for mode, value in bars
+        )
+        for bucket, bars in sorted(by_bucket.items(), key=lambda item: list(bucketed([])).index(item[0]))
+    )
+    return f"<section class='tm-bars' aria-label='TPF by mode and answer length'>{html}</section>"
+
+
+def _bucket(name: str) -> str:
+    return "all answers" if name == "all" else f"answers {escape(name)} tokens"
+
+
+def comparison(records: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> str:
     """One row per mode, each text compared with the first mode's."""
     head = ("mode", "tokens", "forwards", "TPF", "with prefill", "seconds", "tokens/s", "accepted", "text")
     rows = []
@@ -138,20 +194,30 @@ def comparison_table(records: Sequence[Mapping[str, Any]], texts: Sequence[str])
         total, accepted = totals([record]), record["accepted_lengths"]
         same = "the first" if not rows else "identical" if text == texts[0] else "not identical"
         rows.append((
-            escape(record["mode"]), str(total.num_tokens), str(total.num_forwards), _number(total.tpf_decode),
-            _number(total.tpf_end_to_end), f"{record['seconds']:.2f}",
-            _number(total.num_tokens / record["seconds"] if record["seconds"] else None, 0),
-            _number(sum(accepted) / len(accepted) if accepted else None, 1),
+            escape(record["mode"]), str(total.num_tokens), str(total.num_forwards), _decimal(total.tpf_decode),
+            _decimal(total.tpf_end_to_end), f"{record['seconds']:.2f}",
+            _decimal(_per_sec(total), 0),
+            _decimal(sum(accepted) / len(accepted) if accepted else None, 1),
             f"<span class='{'tm-other' if same.startswith('not') else 'tm-same'}'>{same}</span>",
         ))  # fmt: skip
     return table(head, rows)
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """An HTML table of cells that are HTML already, in a box of its own that scrolls."""
-    top = "".join(f"<th scope='col'>{cell}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class='tm-scroll'><table class='tm-table'><tr>{top}</tr>{body}</table></div>"
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], words: Collection[int] = ()) -> str:
+    """An HTML table of cells that are HTML already, in a box of its own that scrolls; `words`: columns of text."""
+
+    def line(tag: str, cells: Iterable[str]) -> str:
+        return "".join(f"<{tag}{' class=tm-word' if i in words else ''}>{c}</{tag}>" for i, c in enumerate(cells))
+
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    return (
+        f"<div class='tm-scroll' tabindex='0'><table class='tm-table'><tr>{line('th', head)}</tr>{body}</table></div>"
+    )
+
+
+def note(text: str) -> str:
+    """One line to the visitor; nothing when empty."""
+    return f"<p class='tm-note' role='status'>{escape(text)}</p>" if text else ""
 
 
 def by_mode(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -161,5 +227,9 @@ def by_mode(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str,
     return groups
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def _decimal(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _per_sec(total: Totals) -> float | None:
+    return total.num_tokens / total.seconds if total.seconds else None

@@ -42,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
 
     model, processor = load(args)
     with Engine(model, processor, engine_settings(args)) as engine:
-        blocks = app.build(engine)
+        blocks = app.build(engine, timeout_sec=args.timeout_sec)
         blocks.queue(default_concurrency_limit=None)
         blocks.launch(
             server_name=args.host, server_port=args.port, theme=app.THEME, css=app.CSS, head=app.HEAD,
             allowed_paths=[str(app.EXAMPLES)], footer_links=["api"], ssr_mode=False, quiet=True,
-            prevent_thread_lock=True,
+            prevent_thread_lock=True, max_file_size=app.MAX_UPLOAD, enable_monitoring=False,
         )  # fmt: skip
         print(f"trimode-vlm demo: open http://{args.host}:{args.port}", file=sys.stderr, flush=True)
         try:

@@ -43,6 +43,8 @@ class TriModeLM(HFLM):
 
     def __init__(self, pretrained: str = "nano", device: str | None = None, **options: Any) -> None:
         hflm = {name: options.pop(name) for name in HFLM_OPTIONS if name in options}
+        if str(hflm.get("think_end_token", "")).isdigit():
+            raise ValueError("think_end_token takes the token's text, such as </think>, not its id")
         self.answers = HarnessModel(pretrained, device=device_of(device), **options)
         super().__init__(
             pretrained=self.answers.model, tokenizer=self.answers.processor.tokenizer, backend="causal", **hflm
@@ -71,10 +73,9 @@ class TriModeLM(HFLM):
         return texts
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The rendered chat, pictures in the places that the task's text marks."""
-        messages = [message | {"content": _parts(message["content"])} for message in chat_history]
+        """The rendered chat; where the task's text marks a picture, the mark stays until the picture is there."""
         return self.answers.processor.apply_chat_template(
-            messages,
+            chat_history,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
             **self.chat_template_args,
@@ -83,10 +84,12 @@ class TriModeLM(HFLM):
     def _inputs(self, arguments: list[tuple[Any, ...]]) -> Any:
         """Tensors of rendered prompts and of the pictures that requests of multimodal tasks carry."""
         processor = self.answers.processor
-        images = [image for args in arguments for image in (args[2]["visual"] if len(args) > 2 else [])]
-        texts = [args[0] for args in arguments]
-        if images and processor.image_token:
-            texts = [text.replace(IMAGE_PLACEHOLDER, processor.image_token) for text in texts]
+        images, texts = [], []
+        for text, _, *more in arguments:
+            pictures = more[0]["visual"] if more else []
+            images += pictures
+            # Without a picture the mark is text that somebody wrote.
+            texts.append(text.replace(IMAGE_PLACEHOLDER, processor.image_token) if pictures else text)
         special = {} if self.add_bos_token is None else {"add_special_tokens": bool(self.add_bos_token)}
         return processor(text=texts, images=images or None, padding=True, padding_side="left", **special)
 
@@ -105,16 +108,6 @@ class TriModeLM(HFLM):
             "model_sha": "",
             "trimode_vlm": self.answers.decoding,
         }
-
-
-def _parts(content: Any) -> Any:
-    """A message's text as parts, with an image part for each placeholder."""
-    if not isinstance(content, str) or IMAGE_PLACEHOLDER not in content:
-        return content
-    parts: list[dict[str, Any]] = []
-    for i, text in enumerate(content.split(IMAGE_PLACEHOLDER)):
-        parts += [{"type": "image"}] * (i > 0) + ([{"type": "text", "text": text}] if text else [])
-    return parts
 
 
 if __name__ == "__main__":

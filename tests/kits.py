@@ -59,7 +59,7 @@ CASES = 600
 CHOICES = ["a red car", "blue bus", "green van", "none"]
 FRAMES = (
     "{}", "{}.", "({})", " {} ", "**{}**", "The answer is {}", "The answer is {}.", "Answer: {}", "answer is ({})",
-    "The answer is {}, not {}",
+    "The answer is B, not {} or B", "The answer is D or {} or D",
     "{} because it fits", "I think {} or {}", "Not {}, but {}.", "{}: as shown", "{}) as shown", "{},{}", "'{}'",
     "[{}]",
     "the correct option is {} and so on", "{}\n{}", "It could be {} so it is {}", "Sorry. {} = {}", "{}{}", "x {} y",

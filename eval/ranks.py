@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 # How long the first rank to finish waits for the last one. The end of a process ends the wait at once.
 PATIENCE = timedelta(days=7)
 POLL_SEC = 0.5
@@ -58,26 +59,24 @@ class Group:
     def __init__(self, group: Any) -> None:
         self._group = group
 
-    def first(self, prepare: Callable[[], None]) -> None:
-        """Let rank 0 prepare while the others wait.
+    def first(self, prepare: Callable[[], T]) -> T:
+        """Let rank 0 prepare while the others wait; all return what it found.
 
         Raises:
             SystemExit: on the other ranks, if it failed: rank 0 says why.
         """
         import torch.distributed as dist
 
-        failed = [False]
+        found: list[T | None] = [None]
         try:
             if rank() == 0:
-                prepare()
-        except BaseException:
-            failed = [True]
-            raise
+                found = [prepare()]
         finally:
             if self._group is not None:
-                dist.broadcast_object_list(failed, src=0, group=self._group)
-        if failed[0]:
+                dist.broadcast_object_list(found, src=0, group=self._group)
+        if found[0] is None:
             raise SystemExit(1)
+        return found[0]
 
     def wait(self, meanwhile: Callable[[], None]) -> None:
         """Until every rank has come this far; calls `meanwhile` now and then.

@@ -58,11 +58,9 @@ def evaluate(settings: EvalSettings, loader: answering.Loader | None = None) -> 
     folder, rank, loader = Path(settings.output), ranks.rank(), loader or answering.load
     with ExitStack() as stack:
         group = stack.enter_context(ranks.joined())
-        group.first(lambda: _prepare(settings, tasks, loader, stack))
-        keys = plan(settings, tasks)
-        # Only the merged file: rank 0 may be writing its shard by now, and all ranks must see the same work left.
-        done = {state.key_of(record): record for record in state.read_file(folder / state.MERGED)}
-        todo = [key for key in keys if key not in done]
+        todo = group.first(lambda: _prepare(settings, tasks, loader, stack))
+        keys = plan(settings, tasks) if rank == 0 else []
+        done = state.read(folder) if rank == 0 else {}
         answered = [done[key] for key in keys if key in done]
         with Progress(folder, len(keys), answered, is_shown=rank == 0) as progress:
             if settings.workers > 1 and todo:
@@ -73,8 +71,10 @@ def evaluate(settings: EvalSettings, loader: answering.Loader | None = None) -> 
         return _finish(settings, tasks, keys) if rank == 0 else {}
 
 
-def _prepare(settings: EvalSettings, tasks: Sequence[EvalTask], loader: answering.Loader, stack: ExitStack) -> None:
-    """All that may be refused, before the first answer; then one merged file that the ranks go on from."""
+def _prepare(
+    settings: EvalSettings, tasks: Sequence[EvalTask], loader: answering.Loader, stack: ExitStack
+) -> list[Key]:
+    """All that may be refused, before the first answer; then one merged file, and what is left to answer."""
     folder = Path(settings.output)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder}: this is a file; name a folder")
@@ -90,7 +90,9 @@ def _prepare(settings: EvalSettings, tasks: Sequence[EvalTask], loader: answerin
     run_folder.companions(settings)
     stack.enter_context(state.lock(folder))
     run_folder.claim(folder, settings, tasks, done)
-    state.merge_skipped(folder, state.merge(folder, lambda record: _scored_anew(record, settings, tasks)))
+    done = state.merge(folder, lambda record: _scored_anew(record, settings, tasks))
+    state.merge_skipped(folder, done)
+    return [key for key in keys if key not in done]
 
 
 def _finish(settings: EvalSettings, tasks: Sequence[EvalTask], keys: Sequence[Key]) -> dict[str, Any]:

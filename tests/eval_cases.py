@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trimode_vlm.eval import nano_tasks, report_html, run, state
+from trimode_vlm.eval import nano_tasks, ranks, report_html, run, state
 from trimode_vlm.eval.tasks import EvalTask, Example
 
 PAD = 0
@@ -88,14 +88,20 @@ class StubModel:
 
 @pytest.fixture(autouse=True)
 def stub_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tasks above; and no page, whose plots take longer than everything else together."""
+    """The tasks above; and no page, whose plots take longer than all else together, and no GPU."""
     monkeypatch.setattr(nano_tasks, "tasks", lambda: TASKS)
     monkeypatch.setattr(report_html, "page", lambda result: "")
+    monkeypatch.setattr(ranks, "default_device", lambda: "cpu")
 
 
 def settings(tmp_path: Path, **changes: Any) -> run.EvalSettings:
     base = run.EvalSettings(
-        model="stub", tasks=("spell",), modes=("ar", "linear_spec"), output=str(tmp_path / "out"), limit=5
+        model="stub",
+        tasks=("spell",),
+        modes=("ar", "linear_spec"),
+        output=str(tmp_path / "out"),
+        limit=5,
+        device="cpu",
     )
     return replace(base, **changes)
 

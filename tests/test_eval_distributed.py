@@ -116,9 +116,10 @@ def meet(rank: int, variables: dict[str, str], fate: str, pipe: Any) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", **variables}
     looks: list[None] = []
 
-    def prepare() -> None:
+    def prepare() -> list[int]:
         if fate == "refused":
             raise ValueError("no")
+        return [rank]
 
     def look() -> None:
         looks.append(None)
@@ -127,7 +128,7 @@ def meet(rank: int, variables: dict[str, str], fate: str, pipe: Any) -> None:
 
     try:
         with ranks.joined() as group:
-            group.first(prepare)
+            assert group.first(prepare) == [0]
             if rank == 1 and fate == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 2 and fate == "slow":

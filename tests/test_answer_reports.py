@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_tiny_model
-from decoding_cases import END, MODES, PROMPT, SELF_SPECULATION, generate, options, padded, prompts, speaker
+from decoding_cases import END, MODES, PROMPT, SELF_SPECULATION, answers, generate, options, padded, prompts, speaker
 from naive import count_forwards
 from transformers.generation.streamers import BaseStreamer
+
+from trimode_vlm.engine import Engine, EngineSettings
 
 AR_TEXT = ("ar", *SELF_SPECULATION, "auto")
 
@@ -65,6 +67,38 @@ def test_logprobs_of_a_forced_token_are_the_models_too() -> None:
         [tokens], out = generate(model, [PROMPT], output_logprobs=True, **asked)
         expected = teacher_forced(model, PROMPT, tokens)
         assert tokens[3] == 50 and abs(out.logprobs[0][3] - float(expected[3, 50])) < 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_with_rules_of_their_own_share_a_batch(mode: str, processor: Any) -> None:
+    """In the engine rows of many requests decode together and come and go: rules and reports stay with their row."""
+    model = make_tiny_model(seed=2, vision=False)
+    several: list[dict[str, Any]] = [
+        {}, {"logit_bias": {24: -9.0, 40: 3.0}}, {"min_new_tokens": 8}, {"suppress_tokens": [20, 24, 25, 49]},
+        {"thinking_budget": 4, "end_of_thought_token_id": 50},
+    ]  # fmt: skip
+    chosen = {"eos_token_id": [END, 17, 40, 41], **options(mode, 4, 0.3)}
+    # A row that joins a quadratic batch starts with another draft than alone, so that other numbers are drawn.
+    if mode != "quadratic_spec":
+        several.append({"num_return_sequences": 3})
+        chosen |= {"do_sample": True, "temperature": 0.7}
+    if mode != "diffusion":
+        several += [{"output_logprobs": True, "top_logprobs": 2}, {"repetition_penalty": 1.5, "output_logprobs": True}]
+    asked = [
+        (torch.tensor([row]), {"seed": i, "max_new_tokens": 9 + i % 5, **several[i % len(several)], **chosen})
+        for i, row in enumerate(prompts(24, seed=5))
+    ]
+    with Engine(model, processor, EngineSettings(max_rows=9)) as engine:
+        requests = [engine.submit({"input_ids": ids}, **given) for ids, given in asked]
+        shared = [request.result() for request in requests]
+    for (ids, given), out in zip(asked, shared, strict=True):
+        alone = model.generate(ids, **given)
+        for name in ("num_new_tokens", "finish_reasons", "num_thinking_tokens"):
+            assert getattr(out, name) == getattr(alone, name), name
+        assert answers(out, ids.shape[1]) == answers(alone, ids.shape[1])
+        assert (out.logprobs is None) == (alone.logprobs is None)
+        if out.logprobs is not None:
+            assert (torch.tensor(out.logprobs) - torch.tensor(alone.logprobs)).abs().max() < 1e-4
 
 
 # --- Samples

@@ -192,7 +192,8 @@ def logit_rules(
     if not left.any():
         raise ValueError("suppress_tokens, bad_words_ids and biases leave no token that an answer could hold")
     processors: list[Any] = []
-    if longer := {ids: value for ids, value in biased.items() if len(ids) > 1}:
+    longer: Any = {ids: value for ids, value in biased.items() if len(ids) > 1}
+    if longer:
         processors.append(SequenceBiasLogitsProcessor(longer))
     if config.repetition_penalty not in (None, 1.0):
         processors.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))

@@ -116,7 +116,7 @@ class Thought:
             return None
         start = self.start
         if start is None:
-            if self.start_id not in ids:
+            if self.start_id is None or self.start_id not in ids:
                 return None
             start = first + list(ids).index(self.start_id) + 1
         place = max(start + self.budget, self.num_emitted)

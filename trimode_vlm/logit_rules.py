@@ -54,10 +54,8 @@ class LogitRules:
             return logits_TV
         T, V = logits_TV.shape
         known = torch.tensor(ids, device=logits_TV.device)
-        place = (
-            torch.arange(len(ids), device=known.device)
-            - (len(ids) - length - torch.arange(T, device=known.device))[:, None]
-        )
+        seen = length + torch.arange(T, device=known.device)[:, None]
+        place = torch.arange(len(ids), device=known.device) + seen - len(ids)
         context = torch.where(place < 0, V, known[place.clamp(min=0)])
         for processor in self.processors:
             logits_TV = processor(context, logits_TV)

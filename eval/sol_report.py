@@ -261,7 +261,7 @@ def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     fixed = {ORACLE: ("#BBBBBB", "-"), "serial": ("#56B4E9", ":")} | {
         mode: (color, "--") for mode, color in plotting.MODE_COLORS.items()
     }
-    colors = {}
+    colors: dict[str, tuple[str, str]] = {}
     for kind, palette, line in (("threshold", _THRESHOLD_COLORS, "-"), ("learned", _LEARNED_COLORS, "-.")):
         own = [name for name in names if name.startswith(kind)]
         colors |= {name: (palette[i % 4], line) for i, name in enumerate(own)}

@@ -150,8 +150,10 @@ def test_a_killed_collection_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert shard_path(cut, 1).stat().st_mtime_ns == kept
     assert [path.name for path in sorted(cut.iterdir())] == [path.name for path in sorted(whole.iterdir())]
     assert all((cut / path.name).read_bytes() == path.read_bytes() for path in whole.iterdir())
-    prompts = read_shards(cut, "a")["prompt"]
-    assert len(prompts) == sum(counts.values()) and len(prompts.unique()) == 5, "no sample behind the limit"
+    states = read_shards(cut, "a")
+    keys = torch.stack([states[name].long() for name in ("prompt", "start", "policy", "step")], 1)
+    assert len(keys) == sum(counts.values()) and len(keys[:, 0].unique()) == 5
+    assert len(keys.unique(dim=0)) == len(keys), "behind the limit the samples come again"
 
 
 def test_torn_shards_are_not_read_and_those_of_other_settings_refused(tmp_path: Path) -> None:

@@ -73,13 +73,13 @@ def test_probes_lose_a_bounded_share(use: Any) -> None:
     assert tokens == words
     drafts = [i for i, k in enumerate(out.block_lengths[0]) if k > 1]
     assert drafts[0] == 0 and 3 <= len(drafts) <= 20
-    policy.probe_sec = 0.0
+    policy.young, policy.probe_sec = policy.old, 0.0
     out = generate(model, [PROMPT], max_new_tokens=900, mode="auto", block_length=32)[1]
     lengths = out.block_lengths[0]
     drafting, ar = cycle_costs(out, cheap_blocks)
     num_probes = len(lengths) - lengths.count(1)
     assert 2 <= num_probes and drafting - num_probes * cheap_blocks(1, 1) <= PROBE_SHARE * ar
-    assert policy.rate(Acceptance()) < 0.6
+    assert policy.rate(Acceptance(tokens=100)) < 0.6
 
 
 def test_a_probe_finds_that_drafts_became_good(use: Any) -> None:

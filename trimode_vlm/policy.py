@@ -22,9 +22,11 @@ FADE, FADE_CYCLES = 0.7, 16
 # The average of all rows looks back some fifty cycles. In a row it counts as SHARED_WEIGHT tokens of its own.
 SHARED_DECAY = 0.98
 SHARED_WEIGHT = 8.0
+# Answers that end at once say nothing of the drafts of long ones: rows with fewer tokens have an average of their own.
+YOUNG_TOKENS = 8
 # What is believed before anything was drafted, and as how many tokens: enough to draft at first where drafts can pay at
-# all, and for some failures, such as a few answers that were short.
-FIRST_RATE, FIRST_TOKENS = 0.85, 32.0
+# all, and for some failures.
+FIRST_RATE, FIRST_TOKENS = 0.85, 24.0
 # Of the time spent in AR cycles, what may be lost on drafts that ask whether drafts have become good.
 PROBE_SHARE = 0.01
 
@@ -46,15 +48,18 @@ class Acceptance:
 
     held: float = 0.0
     failed: float = 0.0
+    tokens: int = 0
     idle_cycles: int = 0
 
     def observe(self, tokens: int, block_length: int, decay: float) -> None:
         """A cycle of `block_length` brought `tokens`; the end of an answer is a failure too, nothing follows it."""
         self.held = decay * self.held + tokens - 1
         self.failed = decay * self.failed + (tokens < block_length)
+        self.tokens += tokens
 
     def idle(self) -> None:
-        """A cycle without a draft."""
+        """A cycle without a draft brought a token."""
+        self.tokens += 1
         self.idle_cycles += 1
         if self.idle_cycles % FADE_CYCLES == 0:
             self.held, self.failed = FADE * self.held, FADE * self.failed
@@ -69,23 +74,28 @@ class Policy:
 
     def __init__(self, cost: Callable[[int, int], float]) -> None:
         self.cost = cost
-        self.shared = Acceptance(FIRST_RATE * FIRST_TOKENS, (1 - FIRST_RATE) * FIRST_TOKENS)
+        first = FIRST_RATE * FIRST_TOKENS, (1 - FIRST_RATE) * FIRST_TOKENS
+        self.young, self.old = Acceptance(*first), Acceptance(*first)
         self.probe_sec = 0.0
         self._last: tuple[object, int, int | None] = (None, 1, None)
 
     def rate(self, row: Acceptance) -> float:
         """A row's chance that a draft token holds: its own cycles, and all rows' as SHARED_WEIGHT tokens more."""
-        held, failed = self.shared.held, self.shared.failed
-        prior = SHARED_WEIGHT * held / (held + failed)
+        shared = self.shared(row)
+        prior = SHARED_WEIGHT * shared.held / (shared.held + shared.failed)
         return (row.held + prior) / (row.held + row.failed + SHARED_WEIGHT)
+
+    def shared(self, row: Acceptance) -> Acceptance:
+        """What all rows of this row's age have brought."""
+        return self.young if row.tokens < YOUNG_TOKENS else self.old
 
     def observe(self, row: Acceptance, tokens: int, block_length: int) -> None:
         """A cycle brought the row `tokens`, of at most `block_length`; AR cycles say nothing about drafts."""
         if block_length == 1:
             row.idle()
         elif tokens > 0:
+            self.shared(row).observe(tokens, block_length, SHARED_DECAY)
             row.observe(tokens, block_length, ROW_DECAY)
-            self.shared.observe(tokens, block_length, SHARED_DECAY)
 
     def tokens_per_sec(self, rates: Sequence[float], limits: Sequence[int], block_length: int) -> float:
         """Expected tokens of all rows per second of a cycle; a row takes at most its limit."""

@@ -396,7 +396,7 @@ def test_image_text_pipeline_answers(chat_model, processor):
         ({"mode": "ar", "threshold": 0.5}, "mode 'ar' does not use 'threshold'"),
         ({"mode": "linear_spec", "commit_rule": "entropy"}, "does not use 'commit_rule'"),
         ({"mode": "diffusion", "threshold": 1.5}, "threshold must lie in"),
-        ({"mode": "diffusion", "commit_rule": "learned"}, "unknown commit_rule"),
+        ({"mode": "diffusion", "commit_rule": "surest"}, "unknown commit_rule"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_new_tokens": True}, "max_new_tokens"),
         ({"mode": "linear_spec", "block_length": 5000}, "at most 1024"),

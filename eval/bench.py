@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimode_vlm.cli import UsageError, check_dtype, print_settings
-from trimode_vlm.eval import bench_frontier, bench_modes
+from trimode_vlm.eval import bench_frontier, bench_modes, bench_serve
 from trimode_vlm.eval.arguments import check_file, check_plot
 
 EXAMPLES = """examples:
@@ -25,6 +25,10 @@ EXAMPLES = """examples:
   trimode-vlm bench frontier --limit 5 --plot reports/frontier.png --json reports/frontier.json
   trimode-vlm bench frontier --modes diffusion --block-lengths 32 --thresholds 0.95,0.9,0.8,0.7,0.6,0.5
   trimode-vlm bench modes --plot reports/modes.png
+  trimode-vlm bench serve
+  trimode-vlm bench serve --users 32 --duration-sec 180 --modes ar --mix image --caches
+  trimode-vlm bench serve --url http://localhost:8000 --users 1,8 --modes linear_spec,auto
+  trimode-vlm bench serve --rate 0.5,2 --modes auto
   trimode-vlm bench train
 """
 # The options of each beside those of all, with their defaults, and other ones for --quick.
@@ -32,12 +36,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "decode": {"repeats": 5, "new_tokens": 128, "samples": 8, "adapter": None, "quantize": None, "dtype": None},
     "frontier": bench_frontier.DEFAULTS,
     "modes": bench_modes.DEFAULTS,
+    "serve": bench_serve.DEFAULTS,
     "train": {"repeats": 5, "samples": 4},
 }
 QUICK: dict[str, dict[str, Any]] = {
     "decode": {"repeats": 1, "new_tokens": 8, "samples": 1},
     "frontier": bench_frontier.QUICK,
     "modes": bench_modes.QUICK,
+    "serve": bench_serve.QUICK,
     "train": {"repeats": 1, "samples": 2},
 }
 
@@ -48,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("what", choices=list(DEFAULTS), help="what to measure")
     add("--model", default="nano", help="checkpoint that knows the held-out tasks (default: the shipped nano)")
     add("--threads", type=int, default=1, help="CPU threads (default 1)")
-    add("--repeats", type=int, help="not of frontier: interleaved repetitions of every comparison (default 5)")
+    add("--repeats", type=int, help="not of frontier: interleaved repetitions (default 5; serve: 3)")
     add("--new-tokens", type=int, help="decode only: tokens per AR answer in the comparisons (default 128)")
-    samples = "decode: held-out answers of over 200 tokens (default 8); modes: requests (default 16); train: rows"
-    add("--samples", type=int, help=f"{samples} (default 4)")
+    samples = "decode: held-out answers of over 200 tokens (default 8); modes: requests (default 16); serve: questions"
+    add("--samples", type=int, help=f"{samples} (default 48); train: rows (default 4)")
     add("--adapter", help="decode, frontier: also draft with this adapter, a PEFT folder or auto; modes: draft with it")
     add("--quantize", help="decode, frontier: also with text layers in int8, int4 or 4bit")
     add("--dtype", help="not of train: such as bfloat16 (default: the checkpoint's)")
@@ -60,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="also write the JSON document to this file")
     add("--quick", action="store_true", help="one repetition of everything, small sizes: shows that it runs, no more")
     bench_frontier.add_arguments(parser)
+    bench_serve.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,6 +121,8 @@ def check(args: argparse.Namespace) -> None:
         setattr(args, name, defaults[name])
     if args.what == "frontier":
         bench_frontier.check(args, given)
+    elif args.what == "serve":
+        bench_serve.check(args, given)
 
 
 def report(title: str, values: Mapping[str, Any] | str) -> None:

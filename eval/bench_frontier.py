@@ -85,19 +85,19 @@ class Point:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that only this measurement has; None where nothing is given, `check` puts the defaults in."""
-    add = parser.add_argument_group("frontier only").add_argument
+    add = parser.add_argument_group("frontier (those marked: serve too)").add_argument
     default = {name: f"(default {value})" for name, value in DEFAULTS.items() if value is not None}
     add("--tasks", help=f"comma-separated tasks, as for eval {default['tasks']}")
     add("--limit", type=int, help=f"samples per task {default['limit']}")
-    add("--modes", help=f"comma-separated; auto too {default['modes']}")
+    add("--modes", help=f"serve too; comma-separated; auto too {default['modes']}; serve: ar,linear_spec,auto")
     add("--block-lengths", help=f"of all modes that have one {default['block_lengths']}")
     add("--commit-rules", help="of diffusion: confidence, entropy, learned (default: all that the model has)")
     add("--thresholds", help=f"of the rules confidence and learned {default['thresholds']}")
     add("--entropy-bounds", help=f"of the rule entropy {default['entropy_bounds']}")
     add("--sampler", metavar="FOLDER", help="learned sampler; default: learned_sampler/ beside the weights, if there")
     add("--control-sampler", metavar="FOLDER", help="another one beside it, such as one trained with --arch mlp")
-    add("--max-new-tokens", type=int, help="budget of every answer; default: the task's")
-    add("--device", help="such as cuda (default: cpu)")
+    add("--max-new-tokens", type=int, help="serve too; budget of every answer; default: the task's, for serve 640")
+    add("--device", help="serve too; such as cuda (default: cpu)")
 
 
 def check(args: argparse.Namespace, given: Sequence[str]) -> None:

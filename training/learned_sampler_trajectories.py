@@ -109,7 +109,7 @@ def _decode_state(model: Any, blocks: Sequence[Block], how: Collection, lean: An
     """A row for each block, over what stands before it."""
     cache = blocks[0].cache.select([0])
     for block in blocks[1:]:
-        cache = cache.join(block.cache)
+        cache.join(block.cache)
     cache.set_lengths([block.start for block in blocks])
     banned = torch.tensor(model.config.banned_ids(how.end_token_ids), dtype=torch.long, device=model.device)
     return DecodeState(

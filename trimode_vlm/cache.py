@@ -23,10 +23,14 @@ class KVCache:
         self._set_buffer(torch.zeros(shape, dtype=dtype, device=device))
         self.lengths: list[int] = [0] * batch
 
-    def _set_buffer(self, kv: Tensor) -> None:
-        """[layers, B, 2 G, capacity, K]: the keys of all heads, then their values; a layer writes both at once."""
-        self.kv = kv
-        self._layers = kv.unbind(0)
+    def _set_buffer(self, buffer: Tensor, rows: int | None = None) -> None:
+        """[layers, B, 2 G, capacity, K]: the keys of all heads, then their values; a layer writes both at once.
+
+        With `rows`, only the first are in use, and the others wait for rows to come.
+        """
+        self._buffer = buffer
+        self.kv = buffer if rows is None else buffer.narrow(1, 0, rows)
+        self._layers = self.kv.unbind(0)
 
     @property
     def keys(self) -> Tensor:
@@ -45,6 +49,11 @@ class KVCache:
     @property
     def capacity(self) -> int:
         return self.kv.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """What the buffers take, unused rows included."""
+        return self._buffer.nbytes
 
     @property
     def offset(self) -> int | Tensor:
@@ -105,11 +114,33 @@ class KVCache:
         kept.lengths = [self.lengths[r] if length is None else min(self.lengths[r], length) for r in rows]
         return kept
 
-    def join(self, other: KVCache) -> KVCache:
-        """A cache of this one's rows and the other's behind them (a copy)."""
-        capacity = max(self.capacity, other.capacity)
-        parts = [torch.nn.functional.pad(cache.kv, (0, 0, 0, capacity - cache.capacity)) for cache in (self, other)]
-        joined = object.__new__(KVCache)
-        joined._set_buffer(torch.cat(parts, 1))
-        joined.lengths = self.lengths + other.lengths
-        return joined
+    def keep(self, rows: list[int]) -> None:
+        """Drop all rows but these, which are in order; what they hold moves up in place."""
+        for to, row in enumerate(rows):
+            if to != row:
+                length = self.lengths[row]
+                self._buffer[:, to, :, :length] = self._buffer[:, row, :, :length]
+        self.lengths = [self.lengths[row] for row in rows]
+        self._set_buffer(self._buffer, len(rows))
+
+    def join(self, other: KVCache) -> None:
+        """Take in the other's rows behind these: copied where rows are unused, else all move to larger buffers."""
+        rows, longest = self.batch + other.batch, max(other.lengths)
+        if rows > self._buffer.shape[1] or longest > self.capacity:
+            self._move(rows, max(self.capacity, longest))
+        self._buffer[:, self.batch : rows, :, :longest] = other.kv[:, :, :, :longest]
+        self.lengths = self.lengths + other.lengths
+        self._set_buffer(self._buffer, rows)
+
+    def trim(self) -> None:
+        """Give back the memory of unused rows."""
+        if self.batch < self._buffer.shape[1]:
+            self._move(self.batch, self.capacity)
+
+    def _move(self, rows: int, capacity: int) -> None:
+        """To new buffers, all finite: what masks hide is still multiplied, by zero."""
+        layers, _, heads, _, width = self._buffer.shape
+        batch, longest = self.batch, max(self.lengths)
+        buffer = self._buffer.new_zeros((layers, rows, heads, capacity, width))
+        buffer[:, :batch, :, :longest] = self.kv[:, :, :, :longest]
+        self._set_buffer(buffer, batch)

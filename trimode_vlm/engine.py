@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,8 @@ from .admission import Admission, slots
 from .conversation import ConversationCache
 from .decoders import DECODERS, DecodeState, Step
 from .generation import Generation, Row, StreamEvent
-from .request import QueueFullError, Request, RequestError
+from .lean_forward import LeanForward, lean_forward
+from .request import QueueFullError, Request, RequestError, wake
 from .serving_caches import FeatureCache, PrefixCache
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._groups: dict[Hashable, _Group] = {}
         self._next_row = 0
+        self._lean: LeanForward | None = None
+        self._touched: set[Request] = set()  # whose consumers have news
         self._closing: str | None = None
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="trimode-engine", daemon=True)
@@ -131,7 +134,7 @@ class Engine:
         return {
             "waiting": len(self._waiting),
             "running": sum(len(g.rows) for g in groups),
-            "kv_bytes": sum(g.state.cache.kv.nbytes for g in groups),
+            "kv_bytes": sum(g.state.cache.nbytes for g in groups),
             "kv_bytes_limit": self.admission.kv_bytes,
             "finished": dict(self.totals.finished),
             "tokens": self.totals.tokens,
@@ -174,8 +177,14 @@ class Engine:
                     if self._closing and not (self._waiting or self._groups):
                         return
                 self._admit()
+                self._wake_consumers()
                 for key, group in list(self._groups.items()):
                     self._step(key, group)
+                    self._wake_consumers()
+
+    def _wake_consumers(self) -> None:
+        wake(self._touched)
+        self._touched.clear()
 
     def _admit(self) -> None:
         """Prefill waiting requests, first come first served, while rows and memory are free."""
@@ -194,13 +203,21 @@ class Engine:
                 self._finish(request, error)
 
     def _fits(self, request: Request) -> bool:
+        own = _key(request.generation)
         running = {key: (len(group.rows), group.slots) for key, group in self._groups.items()}
-        return self.admission.fits(request.generation, _key(request.generation), running)
+        if not self.admission.fits(request.generation, own, running):
+            return False
+        for key, group in self._groups.items():
+            if key != own:
+                group.state.cache.trim()  # the memory of rows that left is what the newcomer is let in for
+        return True
 
     def _start(self, request: Request) -> None:
         generation = request.generation
         generation.cache_in = self.prefixes.find(generation.rows[0].prompt)
-        state = generation.begin(self.features)
+        if not self._groups:
+            self._lean = lean_forward(self.model.encoder)
+        state = generation.begin(self.features, self._lean)
         self.totals.forwards += 1
         self.totals.prefill_forwards += 1
         first, self._next_row = self._next_row, self._next_row + state.batch
@@ -242,11 +259,12 @@ class Engine:
             return  # it was to end before its first step
         request, i = group.rows[step.row]
         row = request.generation.rows[i]
-        event = request.generation.take(row, replace(step, row=i))
+        event = request.generation.take(row, step, i)
         self.totals.tokens += len(event.token_ids)
         group.state.remaining[group.state.rows.index(step.row)] = row.remaining
         if event.token_ids or event.canvas or event.finish_reason:
             request.put(event)
+            self._touched.add(request)
         if row.finish_reason:
             self._remember(group, step.row, row)
             self._leave(group, step.row)
@@ -275,6 +293,7 @@ class Engine:
                     row=i, token_ids=[], num_forwards=row.nfe, seconds=row.seconds, finish_reason=row.finish_reason
                 )
             )
+        self._touched.add(request)
         self._finish_if_done(request)
 
     def _finish_if_done(self, request: Request) -> None:
@@ -285,6 +304,7 @@ class Engine:
         reason = "error" if error is not None else str(request.generation.rows[0].finish_reason)
         self.totals.finished[reason] += 1
         request.finish(error)
+        self._touched.add(request)
         if self.on_finish is not None:
             self.on_finish(request)
 

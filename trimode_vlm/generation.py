@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingC
 from .conversation import ConversationCache
 from .decoders import DECODERS, DecodeState, Step
 from .generation_config import TriModeGenerationConfig
-from .lean_forward import lean_forward
+from .lean_forward import LeanForward, lean_forward
 from .learned_sampler import check_sampler
 from .logit_rules import RowRules, logit_rules
 from .output import StreamEvent, TriModeGenerateOutput
@@ -130,7 +130,7 @@ class Generation:
                 if event.token_ids or event.canvas or event.finish_reason:
                     yield event
 
-    def begin(self, features: FeatureCache | None = None) -> DecodeState:
+    def begin(self, features: FeatureCache | None = None, lean: LeanForward | None = None) -> DecodeState:
         """Prefill: the rows as a decoder takes them, or as an engine lets them join those that are running."""
         config, model = self.config, self.model
         # Without a seed the global generator gives one, so that calls differ and torch.manual_seed still rules them.
@@ -140,7 +140,7 @@ class Generation:
         if config.mode not in ("ar", "auto") and model.config.mask_token_id is None:
             raise ValueError(f"mode {config.mode!r} needs a mask token; this model's config has no mask_token_id")
         room = max(row.budget for row in self.rows) + settings.block_length
-        lean = lean_forward(model.encoder)
+        lean = lean or lean_forward(model.encoder)
         prompts = [row.prompt for row in self.rows[:: self.samples]]
         kv, logits = prefill(model, prompts, self.cache_in, room, lean, features)
         if self.samples > 1:
@@ -168,8 +168,11 @@ class Generation:
         state.next_logits = state.first_logits(logits)
         return state
 
-    def take(self, row: Row, step: Step) -> StreamEvent:
-        """Put a step's tokens behind the row's, up to its end; decide whether the row is finished."""
+    def take(self, row: Row, step: Step, number: int | None = None) -> StreamEvent:
+        """Put a step's tokens behind the row's, up to its end; decide whether the row is finished.
+
+        number: what the event calls the row, where an engine's step has another number for it.
+        """
         row.nfe_decode += step.num_forwards
         first = len(row.token_ids)
         for token in step.token_ids:
@@ -192,7 +195,7 @@ class Generation:
             row.accepted_lengths.append(len(new))
             row.block_lengths.append(len(step.draft) + 1)
         return StreamEvent(
-            row=step.row,
+            row=step.row if number is None else number,
             token_ids=new,
             num_forwards=row.nfe,
             seconds=row.seconds,

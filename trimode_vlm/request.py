@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,10 @@ class Request:
         self._input_ids = input_ids
         self._cancelled = threading.Event()
         self._done = threading.Event()
-        self._notify: Callable[[], object] = lambda: None
+        # Where an asyncio consumer waits, and whether it has been told of events since it last looked.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrived: asyncio.Event | None = None
+        self._is_told = False
         self._events: queue.SimpleQueue[StreamEvent | None] = queue.SimpleQueue()
         stops = generation.config.stop_strings
         self._detokenizers = [
@@ -86,13 +90,12 @@ class Request:
 
     async def events(self) -> AsyncIterator[TextEvent]:
         """The same for asyncio; a consumer that goes away cancels the request."""
-        import asyncio
-
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        self._notify = lambda: loop.call_soon_threadsafe(arrived.set)
+        self._arrived = arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         try:
             while True:
                 arrived.clear()
+                self._is_told = False
                 try:
                     event = self._events.get_nowait()
                 except queue.Empty:
@@ -131,12 +134,28 @@ class Request:
     # The engine's side.
 
     def put(self, event: StreamEvent | None) -> None:
+        """A consumer in an asyncio loop sees it after `wake`."""
         self._events.put(event)
-        # An asyncio loop that has ended has no consumer left to tell.
-        with contextlib.suppress(RuntimeError):
-            self._notify()
 
     def finish(self, error: BaseException | None = None) -> None:
         self.error = error
         self._done.set()
         self.put(None)
+
+
+def wake(requests: Iterable[Request]) -> None:
+    """Tell the consumers in asyncio loops that events have come: one call per loop, since each one is a system call."""
+    waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for request in requests:
+        if request._loop is not None and request._arrived is not None and not request._is_told:
+            request._is_told = True
+            waiting.setdefault(request._loop, []).append(request._arrived)
+    for loop, events in waiting.items():
+        # A loop that has ended has no consumer left to tell.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

@@ -227,7 +227,7 @@ class DecodeState:
         self.remaining = [self.remaining[i] for i in keep]
         self.rules = [self.rules[i] for i in keep] if self.rules else []
         if keep:
-            self.cache = self.cache.select(keep)
+            self.cache.keep(keep)
         self.next_logits = self.next_logits[index]
         self.finished.clear()
         return index
@@ -236,7 +236,10 @@ class DecodeState:
         """Take in the rows that wait in `joining`, behind those that are here; return how many came."""
         before = self.batch
         for new in self.joining:
-            self.cache = self.cache.join(new.cache) if self.rows else new.cache
+            if self.rows:
+                self.cache.join(new.cache)
+            else:
+                self.cache = new.cache
             self.rows = self.rows + new.rows
             self.generators = self.generators + new.generators
             self.remaining = self.remaining + new.remaining

@@ -1,0 +1,306 @@
+"""`trimode-vlm bench serve`: latencies and throughput of many users, by mode.
+
+Held-out questions of nano, with and without pictures. First every question is asked alone, in each mode: what comes is
+what every later answer is compared with. Then all runs (a mode under a load) in turn, medians over the repetitions, so
+that a slower minute slows all. Greedy. An engine in this process answers, or, with --url, a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trimode_vlm.cli import UsageError, nearest
+from trimode_vlm.eval import tables
+from trimode_vlm.eval.arguments import numbers
+from trimode_vlm.eval.load_generator import SERVER_DEFAULT, Answer, EngineClient, HttpClient, Job, Load, Run, run_load
+
+DEFAULTS: dict[str, Any] = {
+    "samples": 48,
+    "repeats": 3,
+    "users": "1,4,8,16",
+    "rate": None,
+    "duration_sec": None,
+    "modes": "ar,linear_spec,auto",
+    "mix": "both",
+    "max_new_tokens": 640,
+    "caches": False,
+    "queue_limit": 128,
+    "max_rows": 32,
+    "url": None,
+    "name": None,
+    "dtype": None,
+    "device": None,
+}
+QUICK: dict[str, Any] = {"samples": 4, "repeats": 1, "users": "1,2", "modes": "ar,auto", "max_new_tokens": 32}
+MODES = ("ar", "diffusion", "linear_spec", "quadratic_spec", "auto")
+MIXES = ("both", "image", "text")
+KEY_VARIABLES = ("TRIMODE_API_KEY", "OPENAI_API_KEY")
+LATENCIES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token after the first, of an answer",
+    "itl": "time between two arrivals of tokens, which a block shares",
+    "e2el": "end-to-end latency",
+}
+# What auto may lose against the best fixed mode, and what 8 users must win over one after the other.
+TOLERANCE = 0.05
+SPEEDUP_OF_8 = 2.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that only this measurement has, and those it shares with `bench frontier`."""
+    add = parser.add_argument_group("serve only").add_argument
+    add("--users", help=f"users at once, each asking when answered (default {DEFAULTS['users']})")
+    add("--rate", help="instead of users: questions per second, at random moments (Poisson)")
+    add("--duration-sec", type=float, help="ask for so long, the questions over and over, one repetition")
+    add("--mix", help=f"questions: {', '.join(MIXES)} (default both)")
+    add("--caches", action="store_const", const=True, help="keep the engine's prefix and picture caches between runs")
+    add("--queue-limit", type=int, help="of the engine (default 128)")
+    add("--max-rows", type=int, help="of the engine (default 32)")
+    add(
+        "--url", help=f"ask the OpenAI API there instead; key in {' or '.join(KEY_VARIABLES)}; mode: default sends none"
+    )
+    add("--name", help="with --url: the model's name there")
+
+
+def check(args: argparse.Namespace, given: Sequence[str]) -> None:
+    """Read the lists in place. Raises UsageError for what could not be measured."""
+    from trimode_vlm.eval.settings import names_in
+
+    if args.rate is not None:
+        if "users" in given:
+            raise UsageError("--users and --rate exclude each other: users ask when answered, arrivals do not wait")
+        args.rate, args.users = numbers(args.rate, float, "--rate", 1e-3, 1e4), None
+    else:
+        args.users = numbers(args.users, int, "--users", 1, 4096)
+    args.modes = names_in(args.modes)
+    known = (*MODES, SERVER_DEFAULT) if args.url else MODES
+    for mode in args.modes:
+        if mode not in known:
+            raise UsageError(f"--modes: unknown mode {mode!r}{nearest(mode, known)} (known: {', '.join(known)})")
+    if not args.modes:
+        raise UsageError("--modes names no mode")
+    if args.mix not in MIXES:
+        raise UsageError(f"--mix: unknown mix {args.mix!r}{nearest(args.mix, MIXES)} (known: {', '.join(MIXES)})")
+    for name in ("duration_sec", "queue_limit", "max_rows", "max_new_tokens"):
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
+            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
+    if args.url:
+        for name in ("caches", "queue_limit", "max_rows", "dtype", "device"):
+            if name in given:
+                raise UsageError(f"--{name.replace('_', '-')} is the engine's, and --url asks a server: leave it out")
+        if not args.url.startswith(("http://", "https://")):
+            raise UsageError(f"--url takes an address such as http://localhost:8000, got {args.url!r}")
+    elif args.name:
+        raise UsageError("--name is what a server calls its model: give --url too")
+
+
+def bench_serve(args: argparse.Namespace, note: Callable[..., None]) -> None:
+    """Ask alone, then under every load; each handed to `note(name, title, values, text)`."""
+    jobs = questions(args.samples, args.seed, args.mix, args.max_new_tokens)
+    if args.url:
+        key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
+        measure(args, HttpClient(args.url, args.name, key, jobs), jobs, note, lambda: {})
+        return
+    import trimode_vlm
+    from trimode_vlm.calibration import policy_for
+    from trimode_vlm.engine import Engine, EngineSettings
+
+    model, processor = trimode_vlm.load(args.model, dtype=args.dtype, device=args.device or "cpu")
+    limits: dict[str, Any] = {"queue_limit": args.queue_limit, "max_rows": args.max_rows}
+    if not args.caches:
+        limits |= {"prefix_cache_bytes": 0, "feature_cache_bytes": 0}
+    if "auto" in args.modes:
+        # What forwards cost is measured once; not in the middle of a run.
+        policy_for(model, min(max(args.users or [1]), args.max_rows))
+    with Engine(model, processor, EngineSettings(**limits)) as engine:
+        measure(args, EngineClient(engine, jobs), jobs, note, lambda: memory(engine))
+
+
+def questions(count: int, seed: int, mix: str, max_new_tokens: int) -> list[Job]:
+    """Held-out tasks in turn, each question with a picture of its own."""
+    from trimode_vlm.eval.tasks import select
+
+    tasks = [t for t in select(["nano"]) if mix == "both" or t.needs_image == (mix == "image")]
+    return [
+        Job(
+            number=i,
+            messages=tasks[i % len(tasks)].example(i // len(tasks), seed).messages,
+            max_new_tokens=max_new_tokens,
+        )
+        for i in range(count)
+    ]
+
+
+def memory(engine: Any) -> dict[str, float]:
+    """MiB: of the process, and of what the engine holds."""
+    import psutil
+
+    stats = engine.stats()
+    held = {name: stats[name] / 2**20 for name in ("kv_bytes", "prefix_cache_bytes", "feature_cache_bytes")}
+    return {"resident": psutil.Process().memory_info().rss / 2**20} | held
+
+
+def measure(
+    args: argparse.Namespace,
+    client: EngineClient | HttpClient,
+    jobs: Sequence[Job],
+    note: Callable[..., None],
+    memory_now: Callable[[], dict[str, float]],
+) -> None:
+    """All runs, their tables, and what they say about many users and about auto."""
+    loads = [Load(users=n) for n in args.users] if args.users else [Load(rate=rate) for rate in args.rate]
+    alone: dict[str, dict[int, str]] = {}
+    for mode in args.modes:
+        answers = run_load(client, jobs, mode, Load(users=1)).answers
+        refused = next((a for a in answers if a.status != "ok"), None)
+        if refused is not None:
+            raise ValueError(f"mode {mode}: question {refused.job} asked alone: {refused.error or refused.status}")
+        alone[mode] = {answer.job: answer.text for answer in answers}
+    runs: dict[tuple[str, str], list[Run]] = {(mode, str(load)): [] for load in loads for mode in args.modes}
+    # One after the other, as single requests: the same questions, in the same turns.
+    singles: dict[str, list[Run]] = {mode: [] for mode in args.modes}
+    watched: list[dict[str, float]] = [memory_now()]
+    for repeat in range(1 if args.duration_sec else args.repeats):
+        if not args.duration_sec:
+            for mode in args.modes:
+                singles[mode].append(run_load(client, jobs, mode, Load(users=1)))
+        for load in loads:
+            for mode in args.modes:
+                if load.users == 1 and not args.duration_sec:
+                    runs[mode, str(load)].append(singles[mode][-1])
+                    continue
+                run = run_load(
+                    client,
+                    jobs,
+                    mode,
+                    load,
+                    duration_sec=args.duration_sec,
+                    seed=args.seed + repeat,
+                    each_second=lambda: watched.append(memory_now()),
+                )
+                runs[mode, str(load)].append(run)
+    watched.append(memory_now())
+    cells = {
+        str(load): {mode: cell(runs[mode, str(load)], singles[mode], alone[mode]) for mode in args.modes}
+        for load in loads
+    }
+    note("loads", "by users" if args.users else "by arrivals", cells, text_of(cells))
+    errors = Counter(a.error for group in runs.values() for run in group for a in run.answers if a.error)
+    if errors:
+        note("errors", "errors", {"first": dict(errors.most_common(5))})
+    if watched[0]:
+        held = memory_over_time(watched)
+        rows = [[name, *(tables.number(value, 1) for value in values.values())] for name, values in held.items()]
+        head = ["MiB", "start", "after a third of the time", "most", "end"]
+        note("memory_mib", "memory", held, tables.markdown(head, rows))
+    note("verdict", "in short", verdict(cells, alone))
+
+
+def cell(runs: Sequence[Run], singles: Sequence[Run], alone: Mapping[int, str]) -> dict[str, Any]:
+    """A mode under a load: medians of the repetitions' throughput, percentiles over all answers."""
+    answers = [answer for run in runs for answer in run.answers]
+    ok = [answer for answer in answers if answer.status == "ok"]
+    wrong = [answer for answer in ok if answer.text != alone[answer.job]]
+    per_sec = statistics.median(run.tokens_per_sec for run in runs)
+    values: dict[str, Any] = {
+        "requests": len(answers),
+        "tokens": sum(answer.tokens for answer in ok),
+        "failed": sum(answer.status == "failed" for answer in answers),
+        "refused": sum(answer.status == "refused" for answer in answers),
+        "mismatches": len(wrong),
+        "mismatched_jobs": sorted({answer.job for answer in wrong})[:20],
+        "tokens_per_sec": per_sec,
+        "requests_per_sec": statistics.median(len(run.answered) / run.seconds for run in runs),
+        "latency_ms": {name: percentiles(seconds) for name, seconds in latencies(ok).items()},
+    }
+    if singles:
+        # Of each repetition: its own single requests were made in the same minute.
+        ratios = [run.tokens_per_sec / one.tokens_per_sec for run, one in zip(runs, singles, strict=True)]
+        values["over_single_requests"] = statistics.median(ratios)
+    return values
+
+
+def latencies(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """Milliseconds by name; see LATENCIES."""
+    found: dict[str, list[float]] = {name: [] for name in LATENCIES}
+    for answer in answers:
+        found["e2el"].append(1e3 * (answer.done - answer.sent))
+        if not answer.arrivals:
+            continue
+        first, last = answer.arrivals[0], answer.arrivals[-1]
+        found["ttft"].append(1e3 * (first - answer.sent))
+        found["itl"] += [1e3 * (b - a) for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
+        if answer.tokens > 1:
+            found["tpot"].append(1e3 * (last - first) / (answer.tokens - 1))
+    return found
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles, between two values on the line through them; None without values."""
+    import numpy
+
+    if not values:
+        return None
+    named = {f"p{q}": float(numpy.percentile(values, q)) for q in (50, 95, 99)}
+    return {"mean": statistics.fmean(values)} | named
+
+
+def memory_over_time(watched: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """At the start, after a third of the time (warm by then), at the most, and at the end."""
+    warm = watched[len(watched) // 3]
+    return {
+        name: {
+            "start": watched[0][name],
+            "after_a_third": warm[name],
+            "most": max(w[name] for w in watched),
+            "end": watched[-1][name],
+        }
+        for name in watched[0]
+    }
+
+
+def verdict(cells: Mapping[str, Mapping[str, Any]], alone: Mapping[str, Mapping[int, str]]) -> dict[str, Any]:
+    """What the numbers say, each where it was measured."""
+    every = [value for row in cells.values() for value in row.values()]
+    said: dict[str, Any] = {name: sum(v[name] for v in every) for name in ("failed", "refused", "mismatches")}
+    ar = alone.get("ar")
+    if ar is not None and len(alone) > 1:
+        said["questions_that_differ_from_ar"] = {
+            mode: sum(text != ar[job] for job, text in texts.items()) for mode, texts in alone.items() if mode != "ar"
+        }
+    if "over_single_requests" in cells.get("8", {}).get("ar", {}):
+        ratio = cells["8"]["ar"]["over_single_requests"]
+        said |= {"ar_8_users_over_single_requests": ratio, "at_least_2.5": ratio >= SPEEDUP_OF_8}
+    fixed = [mode for mode in alone if mode not in ("auto", SERVER_DEFAULT)]
+    if "auto" in alone and fixed:
+        said["auto_over_best_fixed"] = {
+            load: row["auto"]["tokens_per_sec"] / max(row[mode]["tokens_per_sec"] for mode in fixed)
+            for load, row in cells.items()
+        }
+        said["auto_within_5_percent"] = min(said["auto_over_best_fixed"].values()) >= 1 - TOLERANCE
+    return said
+
+
+def text_of(cells: Mapping[str, Mapping[str, Any]]) -> str:
+    """Two tables: throughput and what went wrong; latencies in ms as p50 / p95 / p99."""
+    speed, late = [], []
+    for load, row in cells.items():
+        for mode, value in row.items():
+            counts = [str(value[name]) for name in ("requests", "failed", "refused", "mismatches")]
+            speeds = [value["tokens_per_sec"], value["requests_per_sec"], value.get("over_single_requests")]
+            speed.append([load, mode, *(tables.number(number) for number in speeds), *counts])
+            late.append([load, mode, *(_three(value["latency_ms"][name]) for name in LATENCIES)])
+    head = ["load", "mode", "tokens/s", "requests/s", "x single", "requests", "failed", "refused", "mismatches"]
+    explained = "; ".join(f"{name}: {text}" for name, text in LATENCIES.items())
+    return f"{tables.markdown(head, speed)}\n\nms, p50 / p95 / p99 ({explained})\n\n" + tables.markdown(
+        ["load", "mode", *LATENCIES], late
+    )
+
+
+def _three(values: Mapping[str, float] | None) -> str:
+    return tables.NONE if values is None else " / ".join(f"{values[q]:.3g}" for q in ("p50", "p95", "p99"))

@@ -1,0 +1,192 @@
+"""The engine's memory: rows that come and go, requests that are cancelled or fail, and caches that keep to their bytes.
+
+Counted are tensors and their bytes, which say more than the process's resident memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_tiny_model
+from decoding_cases import MODES, options, prompts
+from test_engine import Words, inputs_of
+
+from trimode_vlm.cache import KVCache
+from trimode_vlm.conversation import ConversationCache
+from trimode_vlm.engine import Engine, EngineSettings
+from trimode_vlm.prefill import Prompt
+from trimode_vlm.request import Request, RequestError
+from trimode_vlm.serving_caches import PrefixCache
+
+
+def live_tensors() -> tuple[int, int]:
+    """How many tensors there are, and their bytes."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
+    return len(found), sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
+
+
+def wait_until_idle(engine: Engine) -> None:
+    for _ in range(2000):
+        if not engine.stats()["running"] and not engine.stats()["waiting"]:
+            return
+        time.sleep(0.005)
+    raise AssertionError(engine.stats())
+
+
+def churn(engine: Engine, model: Any, count: int, seed: int) -> None:
+    """Requests of all modes that end by themselves, are cancelled, run out of time, or meet a fault."""
+    chance = random.Random(seed)
+    hidden = model.hidden
+    for ids in prompts(count, seed=5):  # the same prompts in every wave, so that the caches are full after the first
+        chosen = {"max_new_tokens": chance.choice([3, 8, 14]), "eos_token_id": [], "seed": 1}
+        chosen |= options(chance.choice(MODES), 4)
+        timeout_sec = 0.0 if chance.random() < 0.1 else None
+        request = engine.submit(inputs_of(ids), timeout_sec=timeout_sec, **chosen)
+        fate = chance.random()
+        if fate < 0.2:
+            request.cancel()
+        elif fate < 0.4:
+            next(iter(request), None)
+            request.cancel()
+        elif fate < 0.45:
+            wait_until_idle(engine)
+            model.hidden = lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError("no room"))
+            broken = engine.submit(inputs_of([*ids, 20]), **chosen)
+            with pytest.raises(RequestError):
+                broken.result()
+            model.hidden = hidden
+    wait_until_idle(engine)
+
+
+def test_memory_is_flat_under_requests_that_come_and_go() -> None:
+    model = make_tiny_model(seed=4, vision=False)
+    settings = EngineSettings(max_rows=4, prefix_cache_bytes=60_000)
+    with Engine(model, Words(), settings) as engine:
+        for seed in range(2):
+            churn(engine, model, 60, seed)
+        count, size = live_tensors()
+        for seed in range(2, 5):
+            churn(engine, model, 60, seed)
+        after, bytes_after = live_tensors()
+        assert set(engine.stats()["finished"]) == {"length", "cancelled", "timeout", "error"}
+        assert engine.stats()["kv_bytes"] == 0 and not engine._groups
+    # The prefix cache holds other conversations now, within its bytes; a row left behind in each wave would be more.
+    assert after <= count + 12 and bytes_after <= size + 60_000
+
+
+def test_what_ended_is_forgotten_with_its_last_holder() -> None:
+    model = make_tiny_model(seed=4, vision=False)
+    with Engine(model, Words(), EngineSettings(prefix_cache_bytes=0)) as engine:
+        kept: list[weakref.ref[Request]] = []
+        for mode in MODES:
+            request = engine.submit(inputs_of([20, 21]), max_new_tokens=5, eos_token_id=[], **options(mode, 4))
+            request.result()
+            kept.append(weakref.ref(request))
+        request = engine.submit(inputs_of([20, 21]), max_new_tokens=900, eos_token_id=[])
+        next(iter(request))
+        request.cancel()
+        request.result()
+        kept.append(weakref.ref(request))
+        del request
+        for _ in range(400):
+            gc.collect()
+            if not any(ref() for ref in kept):
+                return
+            time.sleep(0.005)
+    raise AssertionError([ref() for ref in kept])
+
+
+def filled(config: Any, lengths: list[int], capacity: int) -> KVCache:
+    cache = KVCache(config, len(lengths), capacity, torch.float32)
+    cache.kv.normal_(generator=torch.Generator().manual_seed(sum(lengths)))
+    cache.set_lengths(lengths)
+    return cache
+
+
+def rows_of(cache: KVCache) -> list[torch.Tensor]:
+    """What each row holds: [layers, 2 G, length, K]."""
+    return [cache.kv[:, i, :, :length].clone() for i, length in enumerate(cache.lengths)]
+
+
+def test_rows_that_leave_and_come_are_as_in_a_list_of_rows() -> None:
+    config = make_tiny_model(vision=False).config
+    chance = random.Random(1)
+    cache = filled(config, [4, 2, 7], 9)
+    expected = rows_of(cache)
+    most = cache.nbytes
+    for _ in range(60):
+        if cache.batch > 1 and chance.random() < 0.5:
+            kept = sorted(chance.sample(range(cache.batch), chance.randint(1, cache.batch - 1)))
+            cache.keep(kept)
+            expected = [expected[i] for i in kept]
+        elif cache.batch < 6:
+            new = filled(config, [chance.randint(1, 9) for _ in range(chance.randint(1, 2))], 12)
+            cache.join(new)
+            expected += rows_of(new)
+        most = max(most, cache.nbytes)
+        assert all(map(torch.equal, rows_of(cache), expected)) and len(expected) == cache.batch
+        assert cache.kv.isfinite().all()
+    per_row = filled(config, [1], 9).nbytes
+    assert most <= 7 * per_row
+    cache.trim()
+    assert cache.nbytes == cache.batch * per_row and all(map(torch.equal, rows_of(cache), expected))
+
+
+def test_a_newcomer_takes_the_place_of_a_row_that_left() -> None:
+    config = make_tiny_model(vision=False).config
+    cache = filled(config, [4, 2, 7], 9)
+    buffer = cache._buffer
+    cache.keep([0, 2])
+    cache.join(filled(config, [5], 20))
+    assert cache._buffer is buffer and cache.lengths == [4, 7, 5]
+
+
+def test_rows_that_left_give_their_memory_to_a_batch_of_another_kind() -> None:
+    """Three rows of AR leave one behind; what the limit has for two more rows is then for another mode."""
+    model = make_tiny_model(seed=3, vision=False)
+    per_slot = 2 * 2 * 2 * 8 * 4
+    seen: list[int] = []
+    limit = 3 * 250 * per_slot
+    with Engine(model, Words(), EngineSettings(kv_bytes=limit)) as engine:
+        long = engine.submit(inputs_of([20] * 10), max_new_tokens=230, eos_token_id=[])
+        short = [engine.submit(inputs_of([21] * 10), max_new_tokens=2, eos_token_id=[]) for _ in range(2)]
+        for request in short:
+            request.result()
+        other = [
+            engine.submit(inputs_of([22] * 10), max_new_tokens=200, eos_token_id=[], mode="linear_spec", block_length=4)
+            for _ in range(2)
+        ]
+        while not all(r.is_done for r in (long, *other)):
+            seen.append(engine.stats()["kv_bytes"])
+            time.sleep(0.002)
+        for request in (long, *other):
+            assert request.result().finish_reasons == ["length"]
+    assert 0 < max(seen) <= limit
+
+
+def test_a_prefix_cache_keeps_to_its_bytes_and_drops_the_least_used() -> None:
+    config = make_tiny_model(vision=False).config
+
+    def conversation(word: int) -> ConversationCache:
+        return ConversationCache(filled(config, [20], 20), [word] * 20, [])
+
+    size = conversation(1).kv.nbytes
+    cache = PrefixCache(2 * size + 10, None)
+    for word in (1, 2):
+        cache.put(conversation(word))
+    assert cache.find(Prompt([1] * 30)) is not None  # used: 2 is now the older
+    cache.put(conversation(3))
+    assert cache.held_bytes == 2 * size
+    assert [cache.find(Prompt([w] * 30)) is not None for w in (1, 2, 3)] == [True, False, True]
+    cache.put(ConversationCache(filled(config, [60], 60), [4] * 60, []))
+    assert cache.held_bytes == 2 * size and cache.find(Prompt([4] * 60)) is None
+    # What continues a conversation takes its place.
+    cache.put(ConversationCache(filled(config, [25], 25), [1] * 20 + [9] * 5, []))
+    assert cache.held_bytes <= 2 * size + 10 and sum(e.token_ids[0] == 1 for e in cache._entries) == 1

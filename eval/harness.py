@@ -129,9 +129,10 @@ class HarnessModel:
 
         records, rank = self.records, 0
         if dist.is_available() and dist.is_initialized():
-            rank, parts = dist.get_rank(), [None] * dist.get_world_size()
+            rank = dist.get_rank()
+            parts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(parts, records)
-            records = [record for part in parts for record in part or []]
+            records = [record for part in parts for record in part]
         if rank:
             return None
         lengths = bucketed(records)

@@ -84,7 +84,8 @@ class TriModeLM(HFLM):
     def _inputs(self, arguments: list[tuple[Any, ...]]) -> Any:
         """Tensors of rendered prompts and of the pictures that requests of multimodal tasks carry."""
         processor = self.answers.processor
-        images, texts = [], []
+        images: list[Any] = []
+        texts: list[str] = []
         for text, _, *more in arguments:
             pictures = more[0]["visual"] if more else []
             images += pictures

@@ -29,7 +29,7 @@ def mathvista(prediction: str, gold: Any, info: Mapping[str, Any] | None = None,
     if info.get("question_type") == "multi_choice":
         choices = choices_of(info)
         letter = extract(prediction, info, style)
-        return scored(letter is not None and letter == _gold_letter(gold, choices), letter)
+        return scored(letter in _gold_letters(gold, choices), letter)
     found = extract(prediction, info, style)
     return scored(found is not None and _equal(found, str(gold), info, style), found)
 
@@ -81,12 +81,13 @@ def _equal(found: str, gold: str, info: Mapping[str, Any], style: str) -> bool:
     return number == target and (kind == "float" or re.fullmatch(r"\s*[+-]?\d+\s*", found) is not None)
 
 
-def _gold_letter(gold: Any, choices: Mapping[str, str]) -> str:
+def _gold_letters(gold: Any, choices: Mapping[str, str]) -> list[str]:
+    """The letters whose choice is the gold text, or the one that the gold answer is."""
     text = str(gold).strip()
     letters = [letter for letter, choice in choices.items() if choice.strip() == text]
     if not letters and text not in choices:
         raise ValueError(f"the gold answer {text!r} is none of the choices {list(choices.values())}")
-    return letters[0] if letters else text
+    return letters or [text]
 
 
 def _as_float(text: str) -> float | None:

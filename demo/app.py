@@ -124,7 +124,15 @@ def _compare_parts() -> dict[str, Any]:
     note, table = gr.HTML("", elem_classes="tm-noted"), gr.HTML("", elem_id="comparison", elem_classes="tm-noted")
     with gr.Row():
         answers = [
-            gr.Textbox(label=mode, lines=6, max_lines=14, buttons=["copy"], interactive=False, min_width=240)
+            gr.Textbox(
+                label=mode,
+                lines=6,
+                max_lines=14,
+                buttons=["copy"],
+                interactive=False,
+                min_width=240,
+                elem_id=f"answer-{mode}",
+            )
             for mode in COMPARED
         ]
     _examples([[{"text": q["question"], "files": [str(EXAMPLES / q["image"])]}] for q in QUESTIONS[1:4]], question)

@@ -13,21 +13,22 @@ CSS = (
 .tm-chat .message-markdown-disabled .md { white-space: pre-wrap; overflow-wrap: anywhere; }
 .tm-chat button[aria-label="Share"] { display: none; }
 .tm-noted { padding: 0 !important; min-height: 0 !important; }
-.tm-noted:not(:has(p, table)) { display: none; }
+.tm-noted:not(:has(p)):not(:has(table)) { display: none; }
 .tm-examples .gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(15rem, 1fr)); gap: .5rem; }
 .tm-examples .gallery-item { width: 100%; min-height: 2.75rem; text-align: left; font-size: .85rem; }
 .tm-examples .gallery-item .container { display: flex; align-items: center; justify-content: space-between; gap: .5rem;
   width: 100%; }
 .tm-examples .gallery-item p { margin: 0; white-space: normal; }
-.tm-examples .gallery-item img { height: 2.75rem !important; width: auto !important; max-width: 5rem; object-fit: contain;
-  margin: 0; }
+.tm-examples .gallery-item img { height: 2.75rem !important; width: auto !important; max-width: 5rem;
+  object-fit: contain; margin: 0; }
 @media (max-width: 640px) {
   .gradio-container { padding: .5rem !important; }
   .tm-buttons button { min-height: 2.75rem; }
-  .tm-examples .gallery { display: flex; overflow-x: auto; padding: .2rem; }
+  .tm-examples .gallery { display: flex; overflow-x: auto; padding: .2rem; contain: inline-size; }
   .tm-examples .gallery-item { flex: 0 0 15rem; }
 }
-:is(button, input, a, summary, [tabindex]):focus-visible { outline: 2px solid var(--primary-500) !important;
+button:focus-visible, input:focus-visible, a:focus-visible, [tabindex]:focus-visible {
+  outline: 2px solid var(--primary-500) !important;
   outline-offset: 1px; }
 """
 )

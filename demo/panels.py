@@ -13,6 +13,7 @@ from typing import Any
 from trimode_vlm.demo.live_answer import LiveAnswer
 from trimode_vlm.eval.tpf import Totals, bucketed, totals
 
+# Gradio splits selectors at every comma, those in :is() and :has() too.
 CSS = """
 .tm-stats { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5rem, 1fr)); gap: .5rem; margin: 0; }
 .tm-stats div { border: 1px solid var(--border-color-primary); border-radius: .5rem; padding: .35rem .6rem; }
@@ -31,13 +32,15 @@ CSS = """
 .tm-end { color: var(--body-text-color-subdued); opacity: .7; font-size: .7rem; }
 .tm-legend { font-size: .75rem; color: var(--body-text-color-subdued); margin: .3rem 0 0; }
 .tm-legend b { font-weight: 500; padding: 0 .3rem; border-radius: .2rem; }
-.tm-scroll { overflow-x: auto; }
+.tm-scroll { overflow-x: auto; contain: inline-size; }
+.tm-scroll tr { border: 0 !important; }
 .tm-scroll table.tm-table { border-collapse: collapse; font-size: .74rem; font-variant-numeric: tabular-nums;
   width: 100%; margin: .6rem 0 0; border: 0 !important; color: var(--body-text-color); }
-.tm-scroll table.tm-table :is(th, td) { text-align: right; padding: .3rem .3rem; white-space: nowrap;
+.tm-scroll table.tm-table th, .tm-scroll table.tm-table td { text-align: right; padding: .3rem .3rem;
+  white-space: nowrap;
   border: 0 !important; border-bottom: 1px solid var(--border-color-primary) !important; }
 .tm-scroll table.tm-table th { font-weight: 500; color: var(--body-text-color-subdued); }
-.tm-scroll table.tm-table :is(th, td):is(:first-child, .tm-word) { text-align: left; }
+.tm-scroll table.tm-table :first-child, .tm-scroll table.tm-table .tm-word { text-align: left; }
 .tm-same { color: #1b7f43; } .tm-other { color: #b93c2e; }
 .dark .tm-same { color: #5fd08d; } .dark .tm-other { color: #ff8d80; }
 .tm-bars { margin: .75rem 0 0; font-size: .78rem; font-variant-numeric: tabular-nums; }

@@ -36,6 +36,7 @@ class HarnessModel:
         pretrained: as `trimode_vlm.load` takes it.
         mode: "ar", "diffusion", "linear_spec" ...
         max_new_tokens: budget of every answer, whatever the task says; None: the task's.
+        adapter, quantize: as in `load`; adapter="auto" takes the draft adapter beside the weights.
         tpf_output: a JSON file for the counts; None: only the line that is printed after each set of requests.
         decoding: further options of `generate`, such as block_length and threshold.
 
@@ -107,7 +108,7 @@ class HarnessModel:
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         budgets = [given.pop(name) for name in ("max_new_tokens", "max_gen_toks", "max_tokens") if name in given]
         budget = self.max_new_tokens or (budgets[0] if budgets else DEFAULT_BUDGET)
-        temperature = float(given.pop("temperature", 0.0))
+        temperature = float(given.pop("temperature", 1.0 if given.get("do_sample") else 0.0))
         if given.pop("do_sample", temperature > 0) and temperature > 0:
             given |= {"do_sample": True, "temperature": temperature}
         else:

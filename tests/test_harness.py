@@ -79,6 +79,7 @@ def test_generation_options_of_the_harnesses() -> None:
     )
     sampled, _ = model.options({"temperature": 0.5, "top_p": 0.9, "top_k": None})
     assert sampled == base | {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 1024}
+    assert model.options({"do_sample": True})[0]["temperature"] == 1.0
     with pytest.raises(ValueError, match="num_beams=4: no mode"):
         model.options({"num_beams": 4})
     with pytest.warns(UserWarning, match="does not use these options of the task: image_aspect_ratio"):

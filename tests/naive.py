@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from trimode_vlm.patterns import Pattern
 
 Images = dict[str, Tensor]
+# (probabilities [k, V], masked positions) -> positions to commit
+Rule = Callable[[Tensor, list[int]], list[int]]
 
 
 @dataclass
@@ -144,8 +146,13 @@ class Oracle:
         logits[:, list(self.banned_ids)] = float("-inf")
         return logits.view(len(rows), num_masks + 1, -1)
 
-    def diffusion(self, prompt: list[int], budget: int, k: int, threshold: float | None) -> Answer:
-        """Blocks of [seed, mask x (k-1)]; a forward commits the surest mask and all at or above the threshold."""
+    def diffusion(
+        self, prompt: list[int], budget: int, k: int, threshold: float | None, rule: Rule | None = None
+    ) -> Answer:
+        """Blocks of [seed, mask x (k-1)]; a forward commits the surest mask and all at or above the threshold.
+
+        rule: chooses in place of that.
+        """
         mask = self.model.config.mask_token_id
         answer, done = Answer(nfe=1), list(prompt)
         seed = int(self.logits(prompt)[-1].argmax())
@@ -164,9 +171,9 @@ class Oracle:
                 best, token = (column.tolist() for column in probs.max(-1))
                 masked = [i for i in range(k) if block[i] == mask]
                 surest = max(masked, key=lambda i: (best[i], -i))
-                for i in masked:
-                    if i == surest or (threshold is not None and best[i] >= threshold):
-                        block[i] = token[i]
+                sure = [i for i in masked if i == surest or (threshold is not None and best[i] >= threshold)]
+                for i in rule(probs, masked) if rule else sure:
+                    block[i] = token[i]
             done += block
             seed = int(self.logits(done)[-1].argmax())
             answer.nfe += 1

@@ -15,13 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimode_vlm.eval import tables
 from trimode_vlm.eval.timing import interleaved
-
-if TYPE_CHECKING:
-    from trimode_vlm.generate import TriModeGenerateOutput
 
 DEFAULTS: dict[str, Any] = {"repeats": 5, "samples": 16, "adapter": None, "dtype": None, "plot": None}
 QUICK: dict[str, Any] = {"repeats": 1, "samples": 2}
@@ -128,7 +125,7 @@ def batch(processor: Any, conversations: Sequence[Any]) -> dict[str, Any]:
 
 def time_runs(
     model: Any, batches: Sequence[dict[str, Any]], runs: Mapping[str, dict[str, Any]], repeats: int
-) -> tuple[dict[str, list[TriModeGenerateOutput]], dict[str, float]]:
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Of each run the last outputs, and the median of its decode seconds over all batches."""
     outputs: dict[str, list[Any]] = {}
     seconds: dict[str, list[float]] = {run: [] for run in runs}
@@ -145,13 +142,13 @@ def time_runs(
     return outputs, {run: statistics.median(values[-repeats:]) for run, values in seconds.items()}
 
 
-def acceptance(outputs: Sequence[TriModeGenerateOutput]) -> float:
+def acceptance(outputs: Sequence[Any]) -> float:
     """The rate a of policy.py over all cycles of a run."""
     from trimode_vlm.policy import Acceptance
 
     seen = Acceptance()
     for out in outputs:
-        cycles = zip(chain(*out.accepted_lengths), chain(*out.block_lengths), strict=True)  # type: ignore[misc]
+        cycles = zip(chain(*out.accepted_lengths), chain(*out.block_lengths), strict=True)
         for tokens, block_length in cycles:
             seen.observe(tokens, block_length, decay=1.0)
     return seen.held / max(seen.held + seen.failed, 1)

@@ -45,8 +45,11 @@ class AnyLength:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.known: list[Acceptance] | None = None
 
     def next_block_length(self, rows: Any, limits: Any, longest: int, shortest: int = 1) -> int:
+        if self.known is not None:
+            self.known += [row for row in rows if not any(row is other for other in self.known)]
         return self.random.randint(shortest, longest)
 
     def observe(self, row: Any, tokens: int, block_length: int) -> None:
@@ -240,11 +243,12 @@ def test_rows_that_join_get_what_they_get_alone(use: Any) -> None:
     model = make_tiny_model(seed=8, vision=False)
     rows = prompts(4, seed=2)
     chosen: dict[str, Any] = {"mode": "auto", "max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
-    use(AnyLength(0))
+    policy = use(AnyLength(0))
     alone = [generate(model, [row], seed=i, **chosen)[0][0] for i, row in enumerate(rows)]
     with torch.inference_mode():
         runs = [model.begin_generation(torch.tensor([row]), seed=i, **chosen) for i, row in enumerate(rows)]
         states = [run.begin() for run in runs]
+        policy.known = []
         for i, state in enumerate(states):
             state.rows = [i]
         first, waiting = states[0], states[1:]
@@ -258,6 +262,7 @@ def test_rows_that_join_get_what_they_get_alone(use: Any) -> None:
             if waiting and number % 2:
                 first.joining.append(waiting.pop(0))
     assert [run.rows[0].token_ids for run in runs] == alone
+    assert len(policy.known) == sum(len(a) > 1 for a in alone) > 2, "a row keeps what it knew while others come and go"
 
 
 def test_without_a_mask_token_it_is_ar() -> None:

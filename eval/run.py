@@ -131,7 +131,8 @@ def _counts(skipped: dict[Key, Record]) -> dict[str, dict[str, int]]:
 
 def _scored_anew(record: Record, settings: EvalSettings, tasks: Sequence[EvalTask]) -> Record:
     """A stored record with the score that its answer has by today's metric and style."""
-    metric = {task.name: task.metric for task in tasks}.get(record["task"], record.get("metric", "exact_match"))
+    metrics = {task.name: task.metric for task in tasks}
+    metric = metrics.get(record["task"]) or record.get("metric", "exact_match")
     try:
         return answering.scored(record, metric, settings.metric_style)
     except (ValueError, KeyError) as error:
@@ -169,7 +170,8 @@ def run(args: argparse.Namespace) -> int:
         print(list_tasks())
         return 0
     if args.compare:
-        return _compare(*args.compare, args.output)
+        first, second = args.compare
+        return _compare(first, second, args.output)
     rank = ranks.rank()
     try:
         settings = from_arguments(args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def companions(settings: EvalSettings) -> dict[str, str]:
     from trimode_vlm.draft_adapter import ADAPTER_FOLDER, find_adapter
     from trimode_vlm.learned_sampler import SAMPLER_FOLDER, find_sampler
 
-    wanted = {}
+    wanted: dict[str, tuple[str, Callable[..., Path | None], str]] = {}
     if settings.adapter is not None:
         wanted["adapter"] = (settings.adapter, find_adapter, ADAPTER_FOLDER)
     if settings.commit_rule == "learned" and "diffusion" in settings.modes:

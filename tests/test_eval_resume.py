@@ -212,6 +212,18 @@ def test_a_broken_sample_is_named_or_skipped_and_counted(tmp_path: Path, batch_s
     assert len(lines(settings(tmp_path))) == 12
 
 
+def test_what_a_killed_run_had_skipped_is_not_counted_again(tmp_path: Path) -> None:
+    """The bar follows the shards, so those of an earlier run are merged before it starts."""
+    chosen = settings(tmp_path, on_error="skip")
+    shard = state.shard_path(tmp_path / "out", 3, state.SKIPPED)
+    with state.Writer(shard) as writer:
+        writer.append([{"run": "model", "task": "spell", "mode": "ar", "id": 1, "image_from": 1, "error": "?"}])
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(chosen, StubModel(fail_after=0))
+    assert not shard.exists() and len(state.read_file(tmp_path / "out" / "skipped.jsonl")) == 1
+    assert evaluate(chosen, StubModel())["settings"]["skipped"] == {}
+
+
 def test_a_run_without_one_readable_sample_reports_nothing(tmp_path: Path) -> None:
     processor = BrokenProcessor()
     processor.broken = (0, 1)

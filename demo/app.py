@@ -13,6 +13,7 @@ from typing import Any
 
 import gradio as gr
 from gradio.utils import get_upload_folder
+from gradio_client.utils import is_http_url_like
 
 import trimode_vlm
 from trimode_vlm.demo import panels
@@ -74,16 +75,36 @@ def build(engine: Engine, default_mode: str = "linear_spec", timeout_sec: float 
         _wire_chat(page, "text", text_chat, shared)
         _wire_api(page, shared["values"], has_vision)
         blocks.unload(_left(page))
+    for block in blocks.blocks.values():
+        if isinstance(block, (gr.Chatbot, gr.MultimodalTextbox)):
+            _fetch_nothing(block)
+    # Gradio compares the paths that clients name with the upload folder only then, and a mounted page never launches.
+    blocks.has_launched = True
     return blocks
+
+
+def _fetch_nothing(block: Any) -> None:
+    """Refuse files that a client gives as an address: Gradio would fetch them."""
+    move = block.async_move_resource_to_block_cache
+
+    async def local_only(source: Any) -> Any:
+        if is_http_url_like(str(source)):
+            raise gr.Error("addresses are not read here; upload the picture itself", print_exception=False)
+        return await move(source)
+
+    block.async_move_resource_to_block_cache = local_only
 
 
 def mount(app: Any, engine: Engine, path: str = "/", timeout_sec: float | None = None) -> Any:
     """The page on a server's application, beside its API."""
-    return gr.mount_gradio_app(
+    app = gr.mount_gradio_app(
         app, build(engine, timeout_sec=timeout_sec), path, theme=THEME, css=CSS, head=HEAD,
         allowed_paths=[str(EXAMPLES)], footer_links=["api"], ssr_mode=False, enable_monitoring=False, pwa=False,
-        show_error=False, max_file_size=MAX_UPLOAD,
+        show_error=False, max_file_size=MAX_UPLOAD, run_history=False,
     )  # fmt: skip
+    # Every open page holds a connection, for which a server that ends would wait.
+    app.state.close_pages = app.routes[-1].app.stop_event.set
+    return app
 
 
 # --- parts
@@ -160,7 +181,7 @@ def _settings_parts(engine: Engine, mode: str) -> dict[str, Any]:
             "temperature": gr.Slider(0, 2, value=0, step=0.05, label="Temperature (0: greedy)"),
             "top_p": gr.Slider(0.05, 1, value=1, step=0.05, label="Top-p", visible=False),
             "seed": gr.Number(0, label="Seed (-1: another each time)", precision=0, visible=False),
-            "system": gr.Textbox(label="System message", lines=1),
+            "system": gr.Textbox("", label="System message", lines=1),
             "markdown": gr.Checkbox(False, label="Show answers as formatted Markdown"),
         }  # fmt: skip
     return parts

@@ -92,6 +92,30 @@ def user_message(value: Mapping[str, Any] | str | None) -> dict[str, Any]:
     return {"role": "user", "content": [*files, *([{"type": "text", "text": text}] if text else [])]}
 
 
+def clean_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The history as it came back from a browser: roles, texts and the paths of files, and nothing else.
+
+    Raises:
+        ValueError: a part that is neither text nor a file.
+    """
+    return [
+        {"role": entry["role"], "content": [_clean(part) for part in _items(entry["content"])]} for entry in history
+    ]
+
+
+def _clean(part: Any) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if part.get("type") == "text":
+        return {"type": "text", "text": str(part["text"])}
+    file = part.get("file", part)
+    path = file.get("path") if isinstance(file, Mapping) else file
+    if not isinstance(path, str):
+        raise ValueError("a message holds text and pictures only")
+    # Without the address that Gradio adds: given back to it, it would be fetched.
+    return {"path": path, "alt_text": Path(path).name}
+
+
 def as_shown(text: str) -> str:
     """Text that a browser shows letter by letter: Gradio's chat, Markdown or not, takes tags and entities for HTML.
 
@@ -111,10 +135,10 @@ def messages_of(history: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -
         ValueError: a file that is no image or lies elsewhere than in `folders`; too many images; another role.
     """
     messages: list[dict[str, Any]] = []
-    for entry in history:
+    for entry in clean_history(history):
         if entry["role"] not in ("user", "assistant"):
             raise ValueError(f"unknown role {entry['role']!r}")
-        parts = [part for item in _items(entry["content"]) if (part := _part(item, folders)) is not None]
+        parts = [part for item in entry["content"] if (part := _part(item, folders)) is not None]
         if messages and messages[-1]["role"] == entry["role"]:
             messages[-1]["content"] += parts
         else:
@@ -134,13 +158,10 @@ def _items(content: Any) -> list[Any]:
     return list(content) if isinstance(content, (list, tuple)) else [content]
 
 
-def _part(item: Any, folders: Sequence[Path]) -> dict[str, Any] | None:
-    if isinstance(item, str):
-        item = {"type": "text", "text": item}
-    if item.get("type") == "text":
-        return {"type": "text", "text": as_written(item["text"])} if item["text"] else None
-    file = item.get("file", item)
-    path = Path(file["path"] if isinstance(file, Mapping) else file)
+def _part(part: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, Any] | None:
+    if part.get("type") == "text":
+        return {"type": "text", "text": as_written(part["text"])} if part["text"] else None
+    path = Path(part["path"])
     # The history comes back from the browser, which may name any file.
     if not any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
         raise ValueError(f"{path.name}: not a picture that was uploaded here")

@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 
 from trimode_vlm.demo import panels
-from trimode_vlm.demo.chat_logic import COMPARED, as_shown, ask, user_message
+from trimode_vlm.demo.chat_logic import COMPARED, as_shown, ask, clean_history, user_message
 from trimode_vlm.demo.live_answer import LiveAnswer
 from trimode_vlm.engine import Engine
 from trimode_vlm.request import Request, RequestError
@@ -63,7 +63,7 @@ class Page:
 
         A question that cannot be answered goes back to the box.
         """
-        message = user_message(value)
+        message, history = user_message(value), clean_history(history)
         if not message["content"]:
             yield gr.skip(), *_unchanged(), panels.note("Write a question, or attach a picture.")
             return
@@ -82,6 +82,7 @@ class Page:
         self, session: str, chat: str, history: list[Message], records: Records, *options: Any
     ) -> AsyncIterator[tuple[Any, ...]]:
         """Answer the last question once more; yields as `ask`. What cannot be answered leaves all as it is."""
+        history = clean_history(history)
         question = list(history)
         while question and question[-1]["role"] != "user":
             question.pop()
@@ -211,10 +212,13 @@ class Page:
         self, session: str, message: Any, mode: str, system: str, *settings: Any
     ) -> AsyncIterator[dict[str, Any]]:
         """One question for gradio_client: {"text", "mode", counts} as the answer grows."""
+        asked = user_message(message)
+        if not asked["content"]:
+            raise gr.Error("the message is empty: give a text or a picture", print_exception=False)
         chat = object()  # two calls of one client run side by side
         turn = self._begin(session, chat)
         try:
-            request = await self._submit([user_message(message)], system, mode, settings)
+            request = await self._submit([asked], system, mode, settings)
             async for live in turn.frames(request):
                 yield {"text": live.text} | live.record()
             if request.error is not None:

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ui:
         from trimode_vlm.demo.app import mount
 
-        app = mount(app, engine)
+        app = mount(app, engine, timeout_sec=args.timeout_sec)
     config = uvicorn.Config(
         app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=int(args.drain_sec)
     )
@@ -109,6 +109,9 @@ def check(args: argparse.Namespace) -> None:
     if args.mode not in MODES:
         raise UsageError(f"--mode: unknown mode {args.mode!r}{nearest(args.mode, MODES)} (known: {', '.join(MODES)})")
     check_engine_arguments(args)
+    check_packages(("fastapi", "uvicorn", "prometheus_client", "httpx", "psutil"), "serve")
+    if args.ui:
+        check_packages(("gradio",), "demo")
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port must lie between 0 and 65535, got {args.port}")
     for name in ("max_body_mib", "max_images", "max_image_megapixels"):
@@ -127,9 +130,11 @@ def check_engine_arguments(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {value}")
     check_device(args.device)
     check_dtype(args.dtype)
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]
-    if missing:
-        raise UsageError(f"serving needs {', '.join(missing)} (pip install 'trimode-vlm[serve]')")
+
+
+def check_packages(names: tuple[str, ...], extra: str) -> None:
+    if missing := [name for name in names if not importlib.util.find_spec(name)]:
+        raise UsageError(f"this needs {', '.join(missing)} (pip install 'trimode-vlm[{extra}]')")
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -163,6 +168,10 @@ def _announcing(config: Any) -> Any:
             if self.started:
                 port = self.servers[0].sockets[0].getsockname()[1]
                 print(f"trimode-vlm serve: listening on http://{config.host}:{port}", file=sys.stderr, flush=True)
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            getattr(config.app.state, "close_pages", lambda: None)()  # type: ignore[union-attr]
+            await super().shutdown(sockets)
 
     return Server(config)
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
+import socket
 import sys
+import threading
 
 from trimode_vlm.cli import UsageError, main, print_settings
-from trimode_vlm.demo.serve import add_engine_arguments, add_model_arguments, check_engine_arguments, engine_settings
+from trimode_vlm.demo.serve import (
+    add_engine_arguments,
+    add_model_arguments,
+    check_engine_arguments,
+    check_packages,
+    engine_settings,
+)
 from trimode_vlm.demo.serve import load_model as load
 
 EXAMPLES = """examples:
@@ -29,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C; returns the exit code."""
-    if importlib.util.find_spec("gradio") is None:
-        raise UsageError("the web chat needs gradio (pip install 'trimode-vlm[demo]')")
+    check_packages(("gradio", "psutil"), "demo")
     check_engine_arguments(args)
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port must lie between 0 and 65535, got {args.port}")
+    _check_port(args.host, args.port)
     print_settings({name: value for name, value in vars(args).items() if value is not None})
     # Read when gradio loads.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
@@ -48,13 +55,28 @@ def run(args: argparse.Namespace) -> int:
             server_name=args.host, server_port=args.port, theme=app.THEME, css=app.CSS, head=app.HEAD,
             allowed_paths=[str(app.EXAMPLES)], footer_links=["api"], ssr_mode=False, quiet=True,
             prevent_thread_lock=True, max_file_size=app.MAX_UPLOAD, enable_monitoring=False,
+            run_history=False,
         )  # fmt: skip
         print(f"trimode-vlm demo: open http://{args.host}:{args.port}", file=sys.stderr, flush=True)
         try:
-            blocks.block_thread()
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print("trimode-vlm demo: closing", file=sys.stderr, flush=True)
         finally:
-            blocks.close()
+            blocks.close(verbose=False)
     return 0
+
+
+def _check_port(host: str, port: int) -> None:
+    """Before the model is loaded: seconds for nano, minutes for a large one."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on {host}:{port} ({error.strerror or error}); see --host, --port"
+            ) from None
 
 
 if __name__ == "__main__":

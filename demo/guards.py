@@ -37,7 +37,11 @@ class Guard:
             await _reply(send, 401, body)
             return
         declared = headers.get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared) > self.max_body_bytes:
+        if not declared.isdigit():
+            await _reply(send, 400, error_body("Content-Length is not a number", "invalid_request_error"))
+            return
+        # Python reads numbers of up to 4300 digits.
+        if len(declared) > 20 or int(declared) > self.max_body_bytes:
             await self._too_large(send)
             return
         await self._limited(scope, receive, send)

@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 
+from trimode_vlm.decoders import DECODERS
+from trimode_vlm.generation_config import COMMIT_RULES, VERIFICATIONS
+
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
@@ -47,13 +50,13 @@ class DecodingRequest(BaseModel):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     # Beyond OpenAI's.
-    mode: StrictStr | None = None
+    mode: Annotated[StrictStr, Field(json_schema_extra={"enum": list(DECODERS)})] | None = None
     block_length: Count | Literal["auto"] | None = None
     threshold: Number | None = None
-    commit_rule: StrictStr | None = None
+    commit_rule: Annotated[StrictStr, Field(json_schema_extra={"enum": list(COMMIT_RULES)})] | None = None
     entropy_bound: Number | None = None
     verifier_mix: Number | None = None
-    verification: StrictStr | None = None
+    verification: Annotated[StrictStr, Field(json_schema_extra={"enum": list(VERIFICATIONS)})] | None = None
     top_k: Annotated[StrictInt, Field(ge=0)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     repetition_penalty: Number | None = None

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_REDIRECTS = 3
 TIMEOUT_SEC = 10.0
+# What browsers show, and TIFF. Pillow reads more, EPS with the help of Ghostscript, which strangers should not reach.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
 
 def read_image(
@@ -32,12 +34,13 @@ def read_image(
     if not isinstance(source, str) or not source:
         raise ValueError(f"{name}: expected a data URI, got {type(source).__name__}")
     if source[:5].lower() == "data:":
-        return open_image(source, max_pixels=max_pixels, name=name)
+        return open_image(source, max_pixels=max_pixels, name=name, formats=FORMATS)
     if not source.lower().startswith(("http://", "https://")):
         raise ValueError(f"{name}: only data URIs (data:image/png;base64,...) are read here, no paths or other schemes")
     if not allowed_hosts:
         raise ValueError(f"{name}: this server fetches no pictures from the web; send a data URI")
-    return open_image(fetch(source, allowed_hosts, max_bytes, name), max_pixels=max_pixels, name=name)
+    content = fetch(source, allowed_hosts, max_bytes, name)
+    return open_image(content, max_pixels=max_pixels, name=name, formats=FORMATS)
 
 
 def fetch(url: str, allowed_hosts: Sequence[str], max_bytes: int, name: str) -> bytes:

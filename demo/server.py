@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from trimode_vlm.demo.completions import Reply
 from trimode_vlm.demo.guards import Guard, error_body
+from trimode_vlm.demo.openapi_schema import describer
 from trimode_vlm.demo.prometheus import Metrics
 from trimode_vlm.demo.protocol import ChatRequest, CompletionRequest, DecodingRequest
 from trimode_vlm.demo.remote_images import read_image
@@ -67,40 +68,27 @@ def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics | None
         await asyncio.to_thread(engine.close, True)
 
     app = FastAPI(title="trimode-vlm", lifespan=lifespan, docs_url=None, redoc_url=None)
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"description": text}
-        for status, text in {
-            400: "a request that cannot be honoured",
-            401: "wrong API key",
-            404: "unknown model",
-            413: "body too large",
-            429: "too many requests wait",
-            500: "the model failed",
-            503: "shutting down",
-            504: "out of time",
-        }.items()
-    }
 
-    @app.post("/v1/chat/completions", responses=errors)
+    @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Response:
         requests = await api.start(lambda: [api.chat(body)])
         return await api.answer("chat", body, requests, http)
 
-    @app.post("/v1/completions", responses=errors)
+    @app.post("/v1/completions")
     async def complete(body: CompletionRequest, http: Request) -> Response:
         requests = await api.start(lambda: api.complete(body))
         return await api.answer("text", body, requests, http)
 
-    @app.get("/v1/models", responses={401: errors[401]})
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [api.card]}
 
-    @app.get("/v1/models/{name:path}", responses={401: errors[401], 404: errors[404]})
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         api.check_model(name)
         return api.card
 
-    @app.get("/health", responses={503: errors[503]})
+    @app.get("/health")
     async def health() -> Response:
         state = "draining" if engine.is_closing else "ok"
         return JSONResponse({"status": state}, 503 if engine.is_closing else 200)
@@ -109,6 +97,7 @@ def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics | None
     async def scrape() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    app.openapi = describer(app, bool(settings.api_keys))  # type: ignore[method-assign]
     app.exception_handler(ApiError)(_api_error)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(RequestValidationError)(_validation_error)
@@ -176,6 +165,7 @@ class _Api:
         import torch
 
         if isinstance(prompt, str):
+            _check_text(prompt, "prompt")
             return {"input_ids": self.processor(text=prompt, return_tensors="pt")["input_ids"]}
         return {"input_ids": torch.tensor([prompt])}
 
@@ -184,6 +174,7 @@ class _Api:
         count, read = 0, []
         for index, message in enumerate(messages):
             content = message.get("content")
+            _check_text(content, f"message {index}")
             if isinstance(content, list):
                 parts = []
                 for part in content:
@@ -191,6 +182,7 @@ class _Api:
                     if kind not in ("text", "image_url"):
                         raise ValueError(f"message {index}: unknown content part {kind!r}; known: text, image_url")
                     if kind == "text":
+                        _check_text(part.get("text"), f"message {index}")
                         parts.append({"type": "text", "text": part.get("text")})
                         continue
                     count += 1
@@ -231,6 +223,12 @@ class _Api:
         if any(row.finish_reason == "timeout" for request in requests for row in request.generation.rows):
             raise ApiError(504, f"no whole answer within {self.settings.timeout_sec:g} s", "server_error", "timeout")
         return JSONResponse(whole)
+
+
+def _check_text(text: Any, name: str) -> None:
+    """JSON can spell half a character, which no tokenizer takes."""
+    if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{name}: the text holds half of a surrogate pair (\\ud800 to \\udfff)")
 
 
 async def _server_sent(reply: Reply, include_usage: bool) -> AsyncIterator[str]:

@@ -32,6 +32,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         ordered, order = probs.sort(-1, descending=True)
         outside = ordered.cumsum(-1) - ordered >= params.top_p
+        outside[..., 0] = False  # even a top_p that rounds to 0 keeps one token
         probs = probs.masked_fill(outside.scatter(-1, order, outside), 0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import urllib.parse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,13 @@ _ORIENTATIONS = {
 _SIDEWAYS = (5, 6, 7, 8)
 
 
-def open_image(source: Any, *, max_pixels: int | None = DEFAULT_MAX_PIXELS, name: str | None = None) -> Image.Image:
+def open_image(
+    source: Any,
+    *,
+    max_pixels: int | None = DEFAULT_MAX_PIXELS,
+    name: str | None = None,
+    formats: Sequence[str] | None = None,
+) -> Image.Image:
     """Open `source` and return an upright, opaque 8-bit RGB image that carries no metadata.
 
     Args:
@@ -43,6 +50,7 @@ def open_image(source: Any, *, max_pixels: int | None = DEFAULT_MAX_PIXELS, name
             or [c, h, w]; c in 1, 2, 3, 4), or a data set's {"bytes": ..., "path": ...}. Files give their frame 0.
         max_pixels: refuse larger headers before decoding; None leaves only Pillow's own limit.
         name: what error messages call the image; by default its file name.
+        formats: Pillow's names of the encodings to try; None is all, some of which run other programs.
 
     Raises:
         ValueError: missing, empty, truncated, too large or not an image. The message is one line and holds the name.
@@ -55,7 +63,7 @@ def open_image(source: Any, *, max_pixels: int | None = DEFAULT_MAX_PIXELS, name
     elif isinstance(source, Image.Image):
         opened, owned = source, False
     else:
-        opened, owned = _open_encoded(source, name), True
+        opened, owned = _open_encoded(source, name, formats), True
     try:
         _check_pixels(opened.size, max_pixels, name)
         return _to_rgb(opened, name)
@@ -177,13 +185,13 @@ def _check_pixels(size: tuple[int, int], max_pixels: int | None, name: str) -> N
         raise ValueError(f"{name}: {width}x{height} = {width * height} pixels, more than max_pixels = {max_pixels}")
 
 
-def _open_encoded(source: Any, name: str) -> Image.Image:
+def _open_encoded(source: Any, name: str, formats: Sequence[str] | None = None) -> Image.Image:
     """Read the header of an encoded image; Pillow decodes later, at load()."""
     data = _read_bytes_or_path(source, name)
     if data == b"":
         raise ValueError(f"{name}: the image is empty (0 bytes)")
     try:
-        return Image.open(io.BytesIO(data) if isinstance(data, bytes) else data)
+        return Image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=formats)
     except FileNotFoundError:
         raise ValueError(f"{name}: no such image file") from None
     except UnidentifiedImageError:

@@ -6,6 +6,7 @@ address and is checked like the first. So neither a redirect nor a name that cha
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 MAX_REDIRECTS = 3
 TIMEOUT_SEC = 10.0
+# IPv6 addresses whose last four bytes are one of IPv4: compatible ones, and those of NAT64.
+LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")  # private by RFC 8215, which Python 3.11 does not know yet
+CARRIES_IPV4 = [ipaddress.IPv6Network("::/96"), ipaddress.IPv6Network("64:ff9b::/96")]
 # What browsers show, and TIFF. Pillow reads more, EPS with the help of Ghostscript, which strangers should not reach.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
@@ -44,35 +48,56 @@ def read_image(
 
 
 def fetch(url: str, allowed_hosts: Sequence[str], max_bytes: int, name: str) -> bytes:
-    """The bytes behind an allowed address, read up to a limit.
+    """The bytes behind an allowed address, read up to a limit. Not for a thread that runs an event loop.
 
     Raises:
-        ValueError: a host that is not allowed, an address that is not public, too many redirects, a failed fetch.
+        ValueError: a host that is not allowed, an address that is not public, too many redirects; a fetch that fails
+            or takes too long.
     """
+    try:
+        # Over all: a server that sends a byte now and then never runs into the time-outs of its single reads.
+        return asyncio.run(asyncio.wait_for(_fetch(url, allowed_hosts, max_bytes, name), TIMEOUT_SEC))
+    except TimeoutError:
+        raise ValueError(f"{name}: no picture within {TIMEOUT_SEC:g} s") from None
+
+
+async def _fetch(url: str, allowed_hosts: Sequence[str], max_bytes: int, name: str) -> bytes:
     import httpx
 
-    for _ in range(MAX_REDIRECTS + 1):
-        parsed = httpx.URL(url)
-        if parsed.scheme not in ("http", "https") or parsed.host.lower() not in {h.lower() for h in allowed_hosts}:
-            raise ValueError(f"{name}: this server does not fetch from {parsed.host or url!r}")
-        address = public_address(parsed.host, name)
-        pinned = parsed.copy_with(host=address)
-        headers = {"Host": parsed.netloc.decode("ascii").rpartition("@")[2]}
-        extensions = {"sni_hostname": parsed.host} if parsed.scheme == "https" else {}
-        try:
-            # trust_env=False: a proxy of the environment would resolve the name again.
-            with (
-                httpx.Client(trust_env=False, timeout=TIMEOUT_SEC, follow_redirects=False) as client,
-                client.stream("GET", pinned, headers=headers, extensions=extensions) as response,
-            ):
-                if response.is_redirect and "location" in response.headers:
-                    url = urljoin(url, response.headers["location"])
-                    continue
-                response.raise_for_status()
-                return _read(response, max_bytes, name)
-        except httpx.HTTPError as error:
-            raise ValueError(f"{name}: could not fetch {parsed.host}: {error or type(error).__name__}") from None
+    # trust_env=False: a proxy of the environment would resolve the name again.
+    async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_SEC, follow_redirects=False) as client:
+        for _ in range(MAX_REDIRECTS + 1):
+            try:
+                parsed = httpx.URL(url)
+            except httpx.InvalidURL:
+                raise ValueError(f"{name}: not an address that can be read") from None
+            if not is_allowed(parsed.scheme, parsed.host, parsed.port, allowed_hosts):
+                raise ValueError(f"{name}: this server does not fetch from {parsed.netloc.decode('ascii') or url!r}")
+            host = parsed.raw_host.decode("ascii")
+            address = await asyncio.to_thread(public_address, host, name)
+            # What could be unpacked without end is not asked for, and not taken.
+            headers = {"Host": parsed.netloc.decode("ascii"), "Accept-Encoding": "identity"}
+            extensions = {"sni_hostname": host} if parsed.scheme == "https" else {}
+            pinned = parsed.copy_with(host=address, username=None, password=None)
+            try:
+                async with client.stream("GET", pinned, headers=headers, extensions=extensions) as response:
+                    if response.is_redirect and "location" in response.headers:
+                        url = urljoin(url, response.headers["location"])
+                        continue
+                    response.raise_for_status()
+                    return await _read(response, max_bytes, name)
+            except httpx.HTTPError as error:
+                reason = getattr(getattr(error, "response", None), "status_code", type(error).__name__)
+                raise ValueError(f"{name}: could not fetch from {parsed.host}: {reason}") from None
     raise ValueError(f"{name}: more than {MAX_REDIRECTS} redirects")
+
+
+def is_allowed(scheme: str, host: str, port: int | None, allowed_hosts: Sequence[str]) -> bool:
+    """Whether an entry names the host, with its port where that is not the scheme's own."""
+    allowed, host = {entry.lower() for entry in allowed_hosts}, host.lower()
+    if scheme not in ("http", "https") or not host:
+        return False
+    return f"{host}:{port}" in allowed if port is not None else host in allowed
 
 
 def public_address(host: str, name: str) -> str:
@@ -85,17 +110,29 @@ def public_address(host: str, name: str) -> str:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
         raise ValueError(f"{name}: the host {host!r} is not known") from None
-    for text in found:
-        address = ipaddress.ip_address(text.partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None)
-        if not address.is_global or address.is_multicast or (mapped is not None and not mapped.is_global):
-            raise ValueError(f"{name}: {host!r} is not a public address")
+    if not all(map(is_public, found)):
+        raise ValueError(f"{name}: {host!r} is not a public address")
     return min(found)
 
 
-def _read(response: Any, max_bytes: int, name: str) -> bytes:
+def is_public(text: str) -> bool:
+    """Whether an address is reached through the public net, and any IPv4 address inside of it as well."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if not address.is_global or address.is_multicast or address in LOCAL_NAT64:
+        return False
+    if isinstance(address, ipaddress.IPv4Address):
+        return True
+    inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    if any(address in network for network in CARRIES_IPV4):
+        inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return all(each is None or each.is_global for each in inner)
+
+
+async def _read(response: Any, max_bytes: int, name: str) -> bytes:
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ValueError(f"{name}: sent as {response.headers['content-encoding']}, which was not asked for")
     body = bytearray()
-    for chunk in response.iter_bytes():
+    async for chunk in response.aiter_raw():
         body += chunk
         if len(body) > max_bytes:
             raise ValueError(f"{name}: larger than {max_bytes} bytes")

@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", default="auto", help=f"mode of requests that name none: {', '.join(MODES)} (default auto)")
     add("--ui", action="store_true", help="also serve the web chat, at /")
     add("--api-key", action="append", default=[], metavar="KEY", help=f"key that clients must send; or {KEY_VARIABLE}")
-    add("--image-hosts", default="", help="comma-separated hosts whose pictures may be fetched (default: none)")
+    add(
+        "--image-hosts",
+        default="",
+        help="comma-separated hosts, or host:port, whose pictures may be fetched (default: none)",
+    )
     add("--cors-origins", default="", help="comma-separated web origins that browsers may call from (default: none)")
     add("--max-body-mib", type=float, default=32.0, help="largest request body (default 32)")
     add("--max-images", type=int, default=16, help="images in one request (default 16)")

@@ -24,8 +24,6 @@ CSS = (
 @media (max-width: 640px) {
   .gradio-container { padding: .5rem !important; }
   .tm-buttons button { min-height: 2.75rem; }
-  .tm-examples .gallery { display: flex; overflow-x: auto; padding: .2rem; contain: inline-size; }
-  .tm-examples .gallery-item { flex: 0 0 15rem; }
 }
 button:focus-visible, input:focus-visible, a:focus-visible, [tabindex]:focus-visible {
   outline: 2px solid var(--primary-500) !important;

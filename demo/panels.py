@@ -17,29 +17,29 @@ from trimode_vlm.eval.tpf import Totals, bucketed, totals
 CSS = """
 .tm-stats { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5rem, 1fr)); gap: .5rem; margin: 0; }
 .tm-stats div { border: 1px solid var(--border-color-primary); border-radius: .5rem; padding: .35rem .6rem; }
-.tm-stats dt { font-size: .75rem; color: var(--body-text-color-subdued); }
-.tm-stats dd small { font-size: .75rem; color: var(--body-text-color-subdued); }
+.tm-stats dt { font-size: .75rem; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
+.tm-stats dd small { font-size: .75rem; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
 .tm-stats dd { margin: 0; font-size: 1.05rem; font-variant-numeric: tabular-nums; }
 .tm-canvas { margin-top: .75rem; font-family: var(--font-mono); font-size: .82rem; line-height: 1.7;
   white-space: pre-wrap;
   overflow-wrap: anywhere; border: 1px solid var(--border-color-primary); border-radius: .5rem; padding: .5rem .6rem;
   max-height: 16rem; overflow-y: auto; }
 .tm-canvas span { border-radius: .2rem; padding: .05rem 0; }
-.tm-mask { color: var(--body-text-color-subdued); opacity: .55; }
+.tm-mask { color: color-mix(in srgb, var(--body-text-color) 68%, transparent); opacity: .55; }
 .tm-new { background: rgba(56, 132, 255, .28); }
 .tm-yes { background: rgba(34, 160, 84, .30); }
 .tm-no { background: rgba(214, 60, 60, .25); text-decoration: line-through; }
-.tm-end { color: var(--body-text-color-subdued); opacity: .7; font-size: .7rem; }
-.tm-legend { font-size: .75rem; color: var(--body-text-color-subdued); margin: .3rem 0 0; }
+.tm-end { color: color-mix(in srgb, var(--body-text-color) 68%, transparent); opacity: .7; font-size: .7rem; }
+.tm-legend { font-size: .75rem; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); margin: .3rem 0 0; }
 .tm-legend b { font-weight: 500; padding: 0 .3rem; border-radius: .2rem; }
 .tm-scroll { overflow-x: auto; contain: inline-size; }
 .tm-scroll tr { border: 0 !important; }
 .tm-scroll table.tm-table { border-collapse: collapse; font-size: .74rem; font-variant-numeric: tabular-nums;
   width: 100%; margin: .6rem 0 0; border: 0 !important; color: var(--body-text-color); }
-.tm-scroll table.tm-table th, .tm-scroll table.tm-table td { text-align: right; padding: .3rem .3rem;
+.tm-scroll table.tm-table th, .tm-scroll table.tm-table td { text-align: right; padding: .3rem .25rem;
   white-space: nowrap;
   border: 0 !important; border-bottom: 1px solid var(--border-color-primary) !important; }
-.tm-scroll table.tm-table th { font-weight: 500; color: var(--body-text-color-subdued); }
+.tm-scroll table.tm-table th { font-weight: 500; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
 .tm-scroll table.tm-table :first-child, .tm-scroll table.tm-table .tm-word { text-align: left; }
 .tm-same { color: #1b7f43; } .tm-other { color: #b93c2e; }
 .dark .tm-same { color: #5fd08d; } .dark .tm-other { color: #ff8d80; }
@@ -149,7 +149,7 @@ def session(records: Sequence[Mapping[str, Any]]) -> str:
 def session_table(records: Sequence[Mapping[str, Any]]) -> str:
     if not records:
         return "<p class='tm-legend'>No answers yet.</p>"
-    head = ("mode", "length", "answers", "tokens", "forwards", "TPF", "+prefill", "tokens/s")
+    head = ("mode", "length", "n", "tokens", "forwards", "TPF", "+prefill", "tok/s")
     rows = [
         (
             escape(mode), escape(bucket), str(total.num_samples), str(total.num_tokens), str(total.num_forwards),

@@ -516,3 +516,23 @@ def test_ctrl_c_ends_cleanly() -> None:
         if "open http" in line:
             process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0 and "Traceback" not in "".join(said), said
+
+
+def test_a_server_ends_though_a_page_is_open() -> None:
+    import httpx
+
+    argv = ["serve", "--ui", "--port", "0", "--drain-sec", "3600"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trimode_vlm", *argv], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    address = next(line.split()[-1] for line in process.stderr if "listening" in line)
+    try:
+        with httpx.stream("GET", f"{address}/gradio_api/heartbeat/page", timeout=60) as page:
+            for _ in page.iter_lines():
+                process.send_signal(signal.SIGTERM)
+                break
+            # uvicorn ends by the signal that it was given.
+            assert process.wait(60) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()

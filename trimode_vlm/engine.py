@@ -128,6 +128,11 @@ class Engine:
     def is_closing(self) -> bool:
         return self._closing is not None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs; it does until `close` has ended it."""
+        return self._thread.is_alive()
+
     def stats(self) -> dict[str, Any]:
         """Gauges and sums, ready for JSON."""
         groups = list(self._groups.values())

@@ -40,12 +40,11 @@ from trimode_vlm.learned_sampler import (
 TINY = SamplerConfig(block_length=8, pca_width=5, num_layers=2, width=16, ffn_width=24, num_heads=2)
 
 
-def tiny_sampler(model: Any, seed: int = 0, scale: float = 4.0, **changes: Any) -> LearnedSampler:
+def tiny_sampler(model: Any, seed: int = 0, scale: float = 1.0, **changes: Any) -> LearnedSampler:
     """A random network whose verdicts differ from position to position."""
     torch.manual_seed(seed)
     network = SamplerNetwork(replace(TINY, **changes))
-    with torch.no_grad():
-        network.head.weight.mul_(scale)
+    torch.nn.init.normal_(network.head.weight, std=scale)
     return LearnedSampler(network, *fit_pca(model.encoder.embed_tokens.weight, TINY.pca_width))
 
 
@@ -105,6 +104,7 @@ def test_released_size_is_144_features_and_4_8_million_parameters() -> None:
 def test_only_attention_sees_other_positions_and_both_ways(arch: str) -> None:
     torch.manual_seed(3)
     network = SamplerNetwork(replace(TINY, arch=arch)).eval()
+    torch.nn.init.normal_(network.head.weight)
     x = torch.randn(1, 8, TINY.num_features)
     for place in (0, 4, 7):
         changed = x.clone()
@@ -116,6 +116,16 @@ def test_only_attention_sees_other_positions_and_both_ways(arch: str) -> None:
         assert not torch.allclose(network(x), network(x.roll(1, 1)).roll(-1, 1), atol=1e-4), "it knows the position"
         network.position.zero_()
         assert torch.allclose(network(x), network(x.roll(1, 1)).roll(-1, 1), atol=1e-5)
+
+
+def test_an_untrained_network_is_the_confidence_rule() -> None:
+    model = make_tiny_model(vision=False)
+    model.learned_sampler = LearnedSampler(SamplerNetwork(TINY), *fit_pca(model.encoder.embed_tokens.weight, 5))
+    rows, options = prompts(4, seed=5), {"mode": "diffusion", "block_length": 8, "threshold": 0.1, "max_new_tokens": 20}
+    learned, out = generate(model, rows, commit_rule="learned", **options)
+    plain, expected = generate(model, rows, **options)
+    assert learned == plain and out.nfe == expected.nfe
+    assert out.nfe != generate(model, rows, **options | {"threshold": 0.9})[1].nfe
 
 
 # The commit rule.

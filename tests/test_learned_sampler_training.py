@@ -226,6 +226,8 @@ def test_prompts_are_held_out_whole_whatever_else_there_is() -> None:
     for number in prompt.unique().tolist():
         assert held_out[prompt == number].unique().numel() == 1
     assert torch.equal(split_by_prompt(prompt[:50], 0.2), held_out[:50])
+    few = prompt.unique()[:3]
+    assert int(split_by_prompt(few, 1e-6).sum()) == 1
     with pytest.raises(ValueError, match="collect more samples"):
         fit(TINY, planted(4)[0], planted(4)[1], FitSettings(), 0, lambda entry: None)
 

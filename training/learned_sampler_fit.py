@@ -34,12 +34,14 @@ class FitSettings:
 
 
 def split_by_prompt(prompt: Tensor, eval_fraction: float) -> Tensor:
-    """Which states [N] are held out: all states of a prompt or none; the choice depends on the prompt alone."""
-    held_out: dict[int, bool] = {}
-    for number in prompt.unique().tolist():
-        share = torch.rand((), generator=noise_generator(0, 0, number, "held-out")).item()
-        held_out[number] = share < eval_fraction
-    return torch.tensor([held_out[number] for number in prompt.tolist()], dtype=torch.bool)
+    """Which states [N] are held out: all states of a prompt or none, and one prompt at least.
+
+    Each prompt has a number from 0 to 1 of its own, so that more prompts leave the choice among the others as it was.
+    """
+    numbers = prompt.unique().tolist()
+    shares = {n: torch.rand((), generator=noise_generator(0, 0, n, "held-out")).item() for n in numbers}
+    limit = max(eval_fraction, min(shares.values()))
+    return torch.tensor([shares[n] < eval_fraction or shares[n] == limit for n in prompt.tolist()], dtype=torch.bool)
 
 
 def batch_of(states: States, table: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,14 +83,14 @@ def fit(
     table: see `project`; it says on which device. report: called after every epoch.
 
     Raises:
-        ValueError: too few prompts to hold some out.
+        ValueError: too few prompts to hold one out.
     """
     held_out = split_by_prompt(states["prompt"], settings.eval_fraction)
     train, kept = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
-    if not len(train) or not len(kept):
+    if not len(train):
         raise ValueError(
-            f"eval_fraction {settings.eval_fraction} of {len(states['prompt'].unique())} prompts leaves "
-            f"{len(train)} states to train on and {len(kept)} to hold out: collect more samples"
+            f"eval_fraction {settings.eval_fraction} of {len(states['prompt'].unique())} prompts leaves none to train "
+            "on: collect more samples"
         )
     torch.manual_seed(seed)
     network = SamplerNetwork(config).to(table.device)

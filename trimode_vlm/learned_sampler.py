@@ -42,6 +42,7 @@ class SamplerConfig:
 
     arch: "attention", both ways within the block, or "mlp", the control that sees each position alone and has as many
     weights (its feed-forward layers are wider). block_length: the longest block, whose positions the network knows.
+    dropout: while it is trained.
     """
 
     arch: str = "attention"
@@ -51,6 +52,7 @@ class SamplerConfig:
     width: int = 384
     ffn_width: int = 768
     num_heads: int = 6
+    dropout: float = 0.1
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHES:
@@ -59,6 +61,8 @@ class SamplerConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout!r}")
         if self.width % self.num_heads:
             raise ValueError(f"width {self.width} must be a multiple of num_heads {self.num_heads}")
 
@@ -132,7 +136,11 @@ def project(embeddings: Tensor, mean: Tensor, components: Tensor) -> Tensor:
 
 
 class SamplerNetwork(nn.Module):
-    """Features [B, T, F] -> logits [B, T] of "the likeliest token is the final one"; T up to config.block_length."""
+    """Features [B, T, F] -> logits [B, T] of "the likeliest token is the final one"; T up to config.block_length.
+
+    Layers correct what the model's own confidence says: its log-odds are added at the end, so that an untrained network
+    is the confidence rule, and a little data is not worse than none.
+    """
 
     def __init__(self, config: SamplerConfig) -> None:
         super().__init__()
@@ -142,33 +150,38 @@ class SamplerNetwork(nn.Module):
         self.layers = nn.ModuleList(_layer(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(D)
         self.head = nn.Linear(D, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.trust = nn.Parameter(torch.ones(()))
 
     def forward(self, features_BTF: Tensor) -> Tensor:
+        confidence = features_BTF[..., TOP * self.config.pca_width]
         x = self.embed(features_BTF) + self.position[: features_BTF.shape[1]]
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x)).squeeze(-1)
+        return self.head(self.norm(x)).squeeze(-1) + self.trust * confidence.logit(eps=1e-6)
 
 
 class MLPLayer(nn.Module):
     """A residual feed-forward layer: every position by itself."""
 
-    def __init__(self, width: int, ffn_width: int) -> None:
+    def __init__(self, width: int, ffn_width: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, ffn_width), nn.Linear(ffn_width, width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + self.dropout(self.down(self.dropout(nn.functional.gelu(self.up(self.norm(x))))))
 
 
 def _layer(config: SamplerConfig) -> nn.Module:
     D = config.width
     if config.arch == "mlp":
         # As many weights as attention (4 D^2) and its feed-forward layer have together.
-        return MLPLayer(D, config.ffn_width + 2 * D)
+        return MLPLayer(D, config.ffn_width + 2 * D, config.dropout)
     return nn.TransformerEncoderLayer(
-        D, config.num_heads, config.ffn_width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        D, config.num_heads, config.ffn_width, config.dropout, activation="gelu", batch_first=True, norm_first=True
     )
 
 

@@ -95,8 +95,10 @@ class _Named:
         await self.app(scope, receive, named)
 
 
-def build(arguments: Arguments) -> Any:
-    """The application for `serve run`, or for serve.run in Python."""
+def build(arguments: Arguments | dict[str, str]) -> Any:
+    """The application for `serve run`, which gives a dict of texts, or for serve.run in Python."""
+    if not isinstance(arguments, Arguments):
+        arguments = Arguments.model_validate(arguments)
     if not 1 <= arguments.min_replicas <= arguments.max_replicas:
         raise ValueError(
             f"min_replicas {arguments.min_replicas} and max_replicas {arguments.max_replicas}: need 1 <= min <= max"

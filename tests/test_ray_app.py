@@ -109,6 +109,20 @@ def test_a_killed_replica_is_missed_by_nobody(url: str) -> None:
     assert len(after) == 2 and after != before, "another has come in its place"
 
 
+def test_a_replica_that_leaves_answers_what_it_has(url: str) -> None:
+    """The last test of these replicas: it takes them down."""
+    words = [{"role": "user", "content": "Count from 12 to 1."}]
+    body = {"messages": words, "mode": "ar", "max_tokens": 1500, "min_tokens": 1500, "stream": True}
+    with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=120, trust_env=False) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        with ThreadPoolExecutor(1) as pool:
+            gone = pool.submit(serve.delete, "default")
+            rest = list(lines)
+            gone.result()
+    assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2]
+
+
 def test_health_is_that_of_the_engines_thread() -> None:
     replica: Any = object.__new__(Replica.func_or_class if hasattr(Replica, "func_or_class") else Replica)
     model, processor = trimode_vlm.load("nano")
@@ -121,6 +135,6 @@ def test_health_is_that_of_the_engines_thread() -> None:
 
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="need 1 <= min <= max"):
-        build(Arguments(min_replicas=3, max_replicas=2))
+        build({"min_replicas": "3", "max_replicas": "2"})  # as `serve run` gives them
     with pytest.raises(ValueError, match="treshold"):
         Arguments(treshold=1)  # type: ignore[call-arg]

@@ -105,6 +105,26 @@ def test_sampled_tokens_have_the_ar_distribution(mode: str, temperature: float, 
         assert min(accepted) == 1 and max(accepted) == 3
 
 
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.3, 3, 1.0), (1.0, 0, 0.8)])
+def test_diffusion_draws_its_masks_from_the_filtered_distribution(temperature: float, top_k: int, top_p: float) -> None:
+    """Blocks of a seed, drawn by the causal table, and one mask, drawn by the other and committed at once."""
+    generator = torch.Generator().manual_seed(3)
+    tables = torch.full((2, 16, V), -1e4)
+    tables[:, :, WORDS] = torch.randn(2, 16, len(WORDS), generator=generator)
+    model = scripted_model(tiny_config(vision=False), *map(by_position, tables))
+    out = model.generate(
+        torch.tensor([[30, 20]] * 4000), max_new_tokens=4, do_sample=True, temperature=temperature,
+        top_k=top_k, top_p=top_p, seed=77, **options("diffusion", 2),
+    )  # fmt: skip
+    index = (out.sequences[:, 2:, None] == torch.tensor(WORDS)).long().argmax(-1)
+    p_values = []
+    for place in range(4):
+        logits = tables[place % 2, 1 + place + place % 2]
+        expected = filtered(logits, temperature, top_k, top_p)[WORDS]
+        p_values.append(chi_square_p(index[:, place].bincount(minlength=len(WORDS)), expected))
+    assert min(p_values) * len(p_values) > 0.01, p_values
+
+
 def test_a_seed_repeats_the_draw_and_leaves_the_global_stream_alone() -> None:
     model = make_tiny_model(seed=6, vision=False)
     for mode in MODES:

@@ -14,6 +14,8 @@ from trimode_vlm.eval.state import Key, Record
 from trimode_vlm.eval.tasks import EvalTask, Example
 
 FILE = "settings.json"
+# What is read of a weight file to tell it from others.
+NUM_SAMPLES, SAMPLE_BYTES = 1024, 1 << 12
 # A folder belongs to one value of each of these (and to one model): they change answers or seconds. Metric style,
 # limit, tasks, modes, controls and the number of processes may change: the answers stay what they are.
 FIXED = (
@@ -138,7 +140,10 @@ def companions(settings: EvalSettings) -> dict[str, str]:
 
 
 def fingerprint(checkpoint: str) -> str | None:
-    """Hash over names, sizes and first mebibytes of the weight files; None for what is not a folder here (a hub id)."""
+    """Hash over names, sizes and samples of the weight files; None for what is not a folder here (a hub id).
+
+    Samples lie all over a file: a fine-tuned copy may differ from its base in late layers alone.
+    """
     folder = Path(checkpoint).expanduser()
     if checkpoint == "nano":
         import trimode_vlm
@@ -149,6 +154,10 @@ def fingerprint(checkpoint: str) -> str | None:
         return None
     digest = hashlib.sha256()
     for path in files:
+        size_bytes = path.stat().st_size
+        digest.update(f"{path.name} {size_bytes} ".encode())
         with path.open("rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(1 << 20))
+            for start in range(0, size_bytes, max(SAMPLE_BYTES, size_bytes // NUM_SAMPLES)):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]

@@ -16,6 +16,7 @@ from eval_cases import TASKS, StubModel, StubProcessor, evaluate, example, lines
 from PIL import Image
 
 from trimode_vlm.eval import answering, metrics, run, sources, state
+from trimode_vlm.eval.run_folder import fingerprint
 from trimode_vlm.eval.scored import Scored
 from trimode_vlm.eval.tasks import EvalTask, Example
 
@@ -106,6 +107,18 @@ def test_another_style_scores_the_stored_answers_anew(tmp_path: Path, monkeypatc
         ("strict", "strict", score) for score in (0, 1, 1, 0, 1, 1)
     ]
     assert [r["prediction"] for r in lines(chosen)] == before
+
+
+def test_weights_that_differ_late_in_the_file_are_another_model(tmp_path: Path) -> None:
+    """Such as those of a fine-tuned copy with frozen embeddings, which come first."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(32 << 20))
+    before = fingerprint(str(tmp_path))
+    assert before == fingerprint(str(tmp_path))
+    with weights.open("rb+") as file:
+        file.seek(31 << 20)
+        file.write(b"\1" * (64 << 10))
+    assert fingerprint(str(tmp_path)) != before
 
 
 def test_changed_data_is_an_error_that_names_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,14 @@ def _read(folder: Path) -> dict[state.Key, Record]:
 def _check_alike(a: Record, b: Record, folder_a: Path, folder_b: Path) -> None:
     for name in ALIKE:
         if name in a and name in b and a[name] != b[name]:
-            hint = "the same style" if name.startswith("metric") else "the same data and --seed"
+            hint = "compare runs over the same data and --seed"
+            if name == "metric_style":
+                hint = f"the first run's command again with --metric-style {b[name]} scores its answers anew"
+            elif name == "metric":
+                hint = "compare runs over the same metric"
             raise ValueError(
                 f"{a['task']}, mode {a['mode']}, sample {a['id']}: {name} is {_short(a[name])} in {folder_a} and "
-                f"{_short(b[name])} in {folder_b}; compare runs over {hint}"
+                f"{_short(b[name])} in {folder_b}; {hint}"
             )
 
 

@@ -7,7 +7,7 @@ image: [front, back]          # one column or several, each with a picture or a 
 answer: label                 # the right answer, or a list of accepted ones
 choices: options              # a list; the answer is then a letter, an index from 0 or an option's text
 category: kind
-metric: vqa_accuracy
+metric: anls
 max_new_tokens: 64
 ```
 """
@@ -81,7 +81,13 @@ def load(path: str, data: str | None = None) -> EvalTask:
         raise ValueError(
             f"{path}: unknown metric {metric!r}{nearest(str(metric), METRICS)}; known: {', '.join(METRICS)}"
         )
-    own = OwnColumns(**columns, template=said.get("template"), info=said.get("info") or (), metric=metric)
+    own = OwnColumns(
+        **columns,
+        template=said.get("template"),
+        info=said.get("info") or (),
+        metric=metric,
+        metric_column=None if said.get("metric") else "metric",
+    )
     own.check(first, path)
     return Benchmark(
         name=name,
@@ -123,6 +129,7 @@ class OwnColumns:
     template: str | None
     info: Sequence[str]
     metric: str
+    metric_column: str | None = None
 
     def needed(self) -> list[str]:
         """The columns without which there is no question."""
@@ -152,7 +159,14 @@ class OwnColumns:
         return f"{question}\n{options}{CHOICE_SUFFIX}" if options else question
 
     def right(self, row: Row) -> Answer:
-        """The letter for metrics of letters; else the answer as it is."""
+        """The letter for metrics of letters; else the answer as it is.
+
+        Raises:
+            ValueError: a row names another metric than the first one.
+        """
+        other = row.get(self.metric_column) if self.metric_column else None
+        if other not in (None, "", self.metric):
+            raise ValueError(f"metric {other!r}, but this task is scored by {self.metric!r}: a file for each metric")
         category = text_or_none(row.get(self.category)) if self.category else None
         info = {name: row[name] for name in self.info if row.get(name) is not None}
         answer = row[self.answer]

@@ -150,7 +150,10 @@ def test_samples_without_a_partner_are_counted_and_named(tmp_path: Path) -> None
         ),
         ({"gold": "else"}, 'gold is "gold 2" in .* "else"'),
         ({"seed": 8}, None),
-        ({"metric_style": "lmms"}, 'metric_style is "strict" in .* "lmms" in .*; compare runs over the same style'),
+        (
+            {"metric_style": "lmms"},
+            'metric_style is "strict" in .* "lmms" in .*; the first run.s command again with --metric-style lmms',
+        ),
         ({"metric": "f1"}, "metric is"),
     ],
 )

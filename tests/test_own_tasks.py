@@ -111,6 +111,8 @@ def test_a_bare_file_names_its_metric_in_a_column(tmp_path: Path) -> None:
     task = only(write_rows(tmp_path / "sums.jsonl", rows))
     assert (task.name, task.metric, task.needs_image) == ("sums", "contains", False)
     assert task.example(0, 0).messages == [{"role": "user", "content": "2 + 2?"}]
+    with pytest.raises(ValueError, match="row 1: metric 'x', but this task is scored by 'contains'"):
+        task.example(1, 0)
 
 
 def test_the_kits_tsv_as_an_own_task(tmp_path: Path) -> None:

@@ -241,8 +241,8 @@ class TriModeGenerationConfig(GenerationConfig):
             raise ValueError(f"top_logprobs={self.top_logprobs} has no effect without output_logprobs=True")
         if self.output_logprobs and self.mode == "diffusion":
             raise ValueError(
-                "mode 'diffusion' has no log-probabilities: its tokens are not chosen one after the other; use ar, "
-                "linear_spec or quadratic_spec for output_logprobs"
+                "mode 'diffusion' has no log-probabilities: its tokens are not chosen one after the other; every other "
+                "mode has output_logprobs"
             )
         allowed = SHARED_OPTIONS.union(_BOOKKEEPING, *MODE_OPTIONS.values())
         for name, value in vars(self).items():

@@ -220,7 +220,7 @@ def _refuse_context(config: Any, processors: Sequence[Any], user_processors: Seq
     if asked:
         raise ValueError(
             f"mode 'diffusion' cannot honour {' and '.join(asked)}: it fills a block in any order, without the tokens "
-            "before each place; use ar, linear_spec or quadratic_spec, or leave it out"
+            "before each place; use another mode, or leave it out"
         )
 
 

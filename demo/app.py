@@ -62,7 +62,7 @@ def build(engine: Engine, default_mode: str = "linear_spec", timeout_sec: float 
                 panel = gr.HTML(panels.stats(None) + panels.canvas(None, str, None), elem_id="live")
                 with gr.Accordion("TPF by answer length, this session", open=True):
                     session = gr.HTML(panels.session([]), elem_id="session")
-        shared = {
+        shared: dict[str, Any] = {
             "records": gr.State([]),
             "values": [mode, settings["system"], *(settings[name] for name in SETTING_NAMES)],
             "panel": panel,
@@ -127,7 +127,7 @@ def _chat_parts(with_images: bool) -> dict[str, Any]:
         box = gr.Textbox(
             show_label=False, label="Question", placeholder="A question", elem_id="text-question", submit_btn=True
         )
-        examples = [[text] for text in TEXT_QUESTIONS]
+        examples = [[text] for text in TEXT_QUESTIONS]  # type: ignore[list-item]
     with gr.Row(elem_classes="tm-buttons"):
         stop, again, clear = (gr.Button(name, size="sm", min_width=80) for name in ("Stop", "Regenerate", "Clear"))
     _examples(examples, box)

@@ -48,17 +48,16 @@ class Reply:
 
     async def whole(self) -> dict[str, Any]:
         """Wait for all answers. Raises RequestError where the engine fails."""
-        choices = []
+        choices: list[dict[str, Any]] = []
         for request in self.requests:
             logprobs: list[list[Any]] = [[] for _ in request.texts]
             async for event in request.events():
                 logprobs[event.row] += self._logprobs(event)
-            output = request.output()
             for row, text in enumerate(request.texts):
                 choice: dict[str, Any] = {"index": len(choices)}
                 choice |= {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
                 choice["logprobs"] = self._logprob_object(request, logprobs[row])
-                choice["finish_reason"] = FINISH_REASONS[str(output.finish_reasons[row])]
+                choice["finish_reason"] = FINISH_REASONS[str(request.generation.rows[row].finish_reason)]
                 choices.append(choice)
         return self.frame(choices=choices, usage=usage(self.requests))
 

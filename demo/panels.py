@@ -89,7 +89,7 @@ def canvas(live: LiveAnswer | None, decode: Callable[[int], str], mask_token_id:
         return "<div class='tm-canvas tm-mask'>The block under way appears here.</div>"
     event, known = live.block, live.token_ids[: live.block_end]
     if event is not None and event.canvas is not None:
-        confidence = event.confidence or [None] * len(event.canvas)
+        confidence: Sequence[float | None] = event.confidence or [None] * len(event.canvas)
         cells = [
             Cell(token, "tm-mask") if token == mask_token_id else Cell(token, "tm-new", _shade(sure))
             for token, sure in zip(event.canvas, confidence, strict=True)
@@ -192,7 +192,7 @@ def _bucket(name: str) -> str:
 def comparison(records: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> str:
     """One row per mode, each text compared with the first mode's."""
     head = ("mode", "tokens", "forwards", "TPF", "with prefill", "seconds", "tokens/s", "accepted", "text")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for record, text in zip(records, texts, strict=True):
         total, accepted = totals([record]), record["accepted_lengths"]
         same = "the first" if not rows else "identical" if text == texts[0] else "not identical"

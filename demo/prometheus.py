@@ -38,7 +38,7 @@ class Metrics:
         self._stats = stats
         self.registry = CollectorRegistry()
         self.registry.register(self)  # type: ignore[arg-type]
-        labels = {"labelnames": ["mode"], "registry": self.registry}
+        labels: dict[str, Any] = {"labelnames": ["mode"], "registry": self.registry}
         seconds = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
         self._finished = Counter(
             PREFIX + "requests", "ended requests", labelnames=["mode", "reason"], registry=self.registry

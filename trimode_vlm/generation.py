@@ -71,7 +71,7 @@ class Generation:
         self.start = time.perf_counter()
         self.model, self.config = model, config
         if config.mode == "diffusion" and config.commit_rule == "learned":
-            check_sampler(model, config.block_length or model.config.block_length)
+            check_sampler(model, config.settings(model.config.block_length).block_length)
         self.cache_in: ConversationCache | None = cache
         self.state: DecodeState | None = None
         prompts = read_prompts(model, **inputs)

@@ -191,7 +191,9 @@ def _open_encoded(source: Any, name: str, formats: Sequence[str] | None = None) 
     if data == b"":
         raise ValueError(f"{name}: the image is empty (0 bytes)")
     try:
-        return Image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=formats)
+        return Image.open(
+            io.BytesIO(data) if isinstance(data, bytes) else data, formats=None if formats is None else tuple(formats)
+        )
     except FileNotFoundError:
         raise ValueError(f"{name}: no such image file") from None
     except UnidentifiedImageError:

@@ -41,7 +41,8 @@ def decode_adaptive(state: DecodeState, shortest: int) -> Iterator[list[Step]]:
         kept = state.drop_finished()
         if kept is not None:
             seed = seed[kept]
-            acceptance, races = ({r: held[r] for r in state.rows} for held in (acceptance, races))
+            acceptance = {row: acceptance[row] for row in state.rows}
+            races = {row: races[row] for row in state.rows}
         num_new = state.join()
         if num_new:
             continue

@@ -111,6 +111,10 @@ def giant_png(path: Path, side: int = 30000) -> str:
         (["chat", "--mode", "diffusion", "--threshold", "1.5", "Hi"], "--threshold must be above 0 and at most 1"),
         (["chat", "--mode", "diffusion", "--threshold", "nan", "Hi"], "--threshold must be above 0 and at most 1"),
         (["chat", "--block-length", "0", "Hi"], "--block-length must be at least 1, found 0"),
+        (["chat", "--block-length", "many", "Hi"], "must be a number of tokens or auto, found 'many'"),
+        (["chat", "--mode", "diffusion", "--block-length", "auto", "Hi"], "it belongs to linear_spec, auto"),
+        (["chat", "--verification", "block", "Hi"], "--verification has no effect without --temperature"),
+        (["chat", "--verification", "blok", "--temperature", "1", "Hi"], "unknown 'blok'; did you mean block?"),
         (["chat", "--block-length", "1025", "Hi"], "--block-length must be at most 1024, found 1025"),
         (["chat", "--dtype", "bfloat61", "Hi"], "unknown dtype 'bfloat61'; did you mean bfloat16?"),
         (["chat", "--seed", "5", "Hi"], "--seed has no effect without --temperature"),
@@ -252,7 +256,7 @@ def test_options_agree_with_the_decoders() -> None:
     assert terminal_options.DRAFTING_MODES == tuple(mode for mode in MODE_OPTIONS if mode not in ("ar", "diffusion"))
     assert set(terminal_options.MODE_OPTIONS) == set(MODE_OPTIONS)
     for mode, names in terminal_options.MODE_OPTIONS.items():
-        assert set(names) <= MODE_OPTIONS[mode]
+        assert set(names) == MODE_OPTIONS[mode]
 
 
 def test_bounds_and_dtypes_agree_with_the_library() -> None:
@@ -261,6 +265,8 @@ def test_bounds_and_dtypes_agree_with_the_library() -> None:
 
     assert terminal_options.MAX_BLOCK_LENGTH == generation_config.MAX_BLOCK_LENGTH
     assert terminal_options.COMMIT_RULES == generation_config.COMMIT_RULES
+    assert terminal_options.VERIFICATIONS == generation_config.VERIFICATIONS
+    assert terminal_options.ADAPTIVE_MODES == generation_config.ADAPTIVE_MODES
     assert terminal_options.QUANTIZE_KINDS == quantize.KINDS
     for name in (*cli.DTYPES, *cli.SHORT_DTYPES):
         assert str(parse_dtype(name)).removeprefix("torch.") in cli.DTYPES
@@ -340,6 +346,12 @@ def test_the_commit_rule_of_diffusion_reaches_it(chat: Any, chat_model: Any, pro
     assert "12 tokens in 2 forwards" not in chat(*argv, "Hello")[2]
     # The modes without such an option take no notice of it.
     assert "quadratic_spec: the same text" in chat("--compare", "--commit-rule", "entropy", "Hello")[1]
+
+
+def test_a_block_length_of_auto_goes_to_the_modes_that_take_it(chat: Any) -> None:
+    out = chat("--compare", "--block-length", "auto", "--verification", "token", "--temperature", "1", "Hello")[1]
+    assert "auto: the same text" in out
+    assert chat("--mode", "linear_spec", "--verification", "block", "--temperature", "1", "Hello")[0] == 0
 
 
 def test_what_goes_into_load_does(

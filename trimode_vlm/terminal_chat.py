@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimode_vlm.cli import nearest, one_line
 from trimode_vlm.compare import summary
-from trimode_vlm.terminal_options import MODE_OPTIONS, image_fault, mode_name
+from trimode_vlm.terminal_options import ADAPTIVE_MODES, MODE_OPTIONS, image_fault, mode_name
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,6 +42,8 @@ class Conversation:
     def mode_options(self, mode: str) -> dict[str, Any]:
         """generate()'s options for a mode: what belongs to other modes only is left out."""
         others = {name for names in MODE_OPTIONS.values() for name in names} - set(MODE_OPTIONS[mode])
+        if self.options.get("block_length") == "auto" and mode not in ADAPTIVE_MODES:
+            others.add("block_length")
         return {"mode": mode} | {name: value for name, value in self.options.items() if name not in others}
 
     def user_turn(self, question: str, images: Sequence[Image]) -> dict[str, Any]:

@@ -19,12 +19,14 @@ from trimode_vlm.cli import UsageError, check_device, check_dtype, nearest
 MODE_OPTIONS: dict[str, tuple[str, ...]] = {
     "ar": (),
     "diffusion": ("block_length", "threshold", "commit_rule", "entropy_bound"),
-    "linear_spec": ("block_length",),
-    "quadratic_spec": ("block_length", "verifier_mix"),
+    "linear_spec": ("block_length", "verification"),
+    "quadratic_spec": ("block_length", "verifier_mix", "verification"),
     "auto": ("block_length",),
 }
 SAMPLING_OPTIONS = ("top_p", "top_k")
 COMMIT_RULES = ("confidence", "entropy", "learned")
+VERIFICATIONS = ("token", "block")
+ADAPTIVE_MODES = ("linear_spec", "auto")
 DRAFTING_MODES = ("linear_spec", "quadratic_spec", "auto")
 QUANTIZE_KINDS = ("int8", "int4", "4bit")
 MAX_BLOCK_LENGTH = 1024
@@ -40,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", action="store_true", help="answer in every mode and compare tokens, forwards and seconds")
     add("--system", metavar="TEXT", help="a system message")
     add("--max-new-tokens", type=int, default=1024, help="budget of an answer (default 1024)")
-    add("--block-length", type=int, help="tokens per block or draft (default: the model's)")
+    length_help = "tokens per block or draft (default: the model's); auto, in linear_spec: what pays best now"
+    add("--block-length", type=tokens_or_auto, metavar="N", help=length_help)
     add("--threshold", type=float, help="confidence at which diffusion commits tokens together (default 0.9)")
     add("--commit-rule", help=f"how diffusion commits: {', '.join(COMMIT_RULES)} (default: confidence)")
     add("--entropy-bound", type=float, help="nats that the entropy rule may commit at once (default 0.1)")
@@ -48,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "below 1, quadratic_spec accepts by a mix with the diffusion's guess: no longer the text of ar (default 1)"
     )
     add("--verifier-mix", type=float, help=mix_help)
+    add("--verification", help="with --temperature, of drafts: token (default) or block")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-p", type=float, help="with --temperature: sample from the likeliest tokens of this total mass")
     add("--top-k", type=int, help="with --temperature: sample from this many likeliest tokens")
@@ -66,6 +70,16 @@ def mode_name(text: str) -> str:
             f"unknown mode {text!r}{nearest(text, MODE_OPTIONS)} (known: {', '.join(MODE_OPTIONS)})"
         )
     return text
+
+
+def tokens_or_auto(text: str) -> int | str:
+    """A block length, for argparse."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens or auto, found {text!r}") from None
 
 
 def check(args: argparse.Namespace, modes: Sequence[str]) -> None:
@@ -89,7 +103,13 @@ def check(args: argparse.Namespace, modes: Sequence[str]) -> None:
     _check_diffusion(args)
     if args.adapter is not None and not set(DRAFTING_MODES) & set(modes):
         raise UsageError(f"--adapter has no effect with --mode {modes[0]}; it belongs to {', '.join(DRAFTING_MODES)}")
-    for name in (*SAMPLING_OPTIONS, "seed"):
+    if args.block_length == "auto" and not set(ADAPTIVE_MODES) & set(modes):
+        raise UsageError(
+            f"--block-length auto has no effect with --mode {modes[0]}; it belongs to {', '.join(ADAPTIVE_MODES)}"
+        )
+    if args.verification == "block" and args.block_length == "auto":
+        raise UsageError("--verification block has no effect with --block-length auto")
+    for name in (*SAMPLING_OPTIONS, "seed", "verification"):
         if getattr(args, name) is not None and not args.temperature:
             raise UsageError(f"--{name.replace('_', '-')} has no effect without --temperature above 0")
     check_values(args)
@@ -103,7 +123,11 @@ def check(args: argparse.Namespace, modes: Sequence[str]) -> None:
 
 
 def _check_names(args: argparse.Namespace) -> None:
-    for name, known in (("commit_rule", COMMIT_RULES), ("quantize", QUANTIZE_KINDS)):
+    for name, known in (
+        ("commit_rule", COMMIT_RULES),
+        ("verification", VERIFICATIONS),
+        ("quantize", QUANTIZE_KINDS),
+    ):
         value = getattr(args, name)
         if value is not None and value not in known:
             option = "--" + name.replace("_", "-")
@@ -126,7 +150,8 @@ def _check_diffusion(args: argparse.Namespace) -> None:
 def check_values(args: argparse.Namespace) -> None:
     """Raise UsageError for a number out of its range; nan is in none."""
     temperature, top_p, top_k = args.temperature, args.top_p, args.top_k
-    length, threshold, mix, bound = args.block_length, args.threshold, args.verifier_mix, args.entropy_bound
+    length = None if args.block_length == "auto" else args.block_length
+    threshold, mix, bound = args.threshold, args.verifier_mix, args.entropy_bound
     ranges = (
         ("temperature", temperature, math.isfinite(temperature) and temperature >= 0, "be 0 or more, and finite"),
         ("top-p", top_p, top_p is None or 0 < top_p <= 1, "be above 0 and at most 1"),

@@ -116,8 +116,14 @@ def test_characters_that_tokens_cut_and_stop_strings_across_them(mode: str) -> N
     model.diffusion_head = torch.nn.Identity()
     model.diffusion_head.forward = logits
     options = {"block_length": 5} if mode == "linear_spec" else {}
+    cases = [
+        (None, said),
+        ("🦙 end STOP", "naïve – 日本語 🦙"),
+        ("語 ", "naïve – 日本"),
+        ("and more!", said),  # held back to the end, in case it comes
+    ]
     with Engine(model, processor) as engine:
-        for stop, expected in ((None, said), ("🦙 end STOP", "naïve – 日本語 🦙"), ("語 ", "naïve – 日本")):
+        for stop, expected in cases:
             request = engine.submit(
                 {"input_ids": torch.tensor([[0]])},
                 mode=mode,

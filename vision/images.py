@@ -9,7 +9,6 @@ import math
 import os
 import re
 import urllib.parse
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ def open_image(
     *,
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
     name: str | None = None,
-    formats: Sequence[str] | None = None,
+    formats: tuple[str, ...] | None = None,
 ) -> Image.Image:
     """Open `source` and return an upright, opaque 8-bit RGB image that carries no metadata.
 
@@ -185,7 +184,7 @@ def _check_pixels(size: tuple[int, int], max_pixels: int | None, name: str) -> N
         raise ValueError(f"{name}: {width}x{height} = {width * height} pixels, more than max_pixels = {max_pixels}")
 
 
-def _open_encoded(source: Any, name: str, formats: Sequence[str] | None = None) -> Image.Image:
+def _open_encoded(source: Any, name: str, formats: tuple[str, ...] | None = None) -> Image.Image:
     """Read the header of an encoded image; Pillow decodes later, at load()."""
     data = _read_bytes_or_path(source, name)
     if data == b"":

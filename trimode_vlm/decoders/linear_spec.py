@@ -36,7 +36,7 @@ def decode_linear_spec(state: DecodeState) -> Iterator[list[Step]]:
         draft_ids, draft_probs = _draft(state, seed) if drafting else (seed[:, None][:, :0], None)
         block = torch.cat((seed[:, None], draft_ids), 1)
         logits = state.process(state.commit(block), block)
-        num_accepted, seed = verify(state, draft_ids, draft_probs, logits)
+        num_accepted, seed = verify(state, draft_ids, draft_probs, logits, drafting_rows(state))
         state.cache.advance([n + 1 for n in num_accepted])
         yield cycle_steps(state, draft_ids, num_accepted, seed, 2 if drafting else 1)
 
@@ -54,7 +54,7 @@ def _draft(state: DecodeState, seed: Tensor) -> tuple[Tensor, Tensor | None]:
     """One bidirectional forward of [seed, mask x (k - 1)], see `pick_drafts`."""
     canvas = seed.new_full((len(seed), state.settings.block_length), state.mask_token_id)
     canvas[:, 0] = seed
-    return pick_drafts(state, state.propose(canvas, state.adapter)[:, 1:])
+    return pick_drafts(state, state.propose(canvas, state.adapter)[:, 1:], drafting_rows(state))
 
 
 def cycle_steps(
@@ -77,32 +77,41 @@ def cycle_steps(
     ]
 
 
-def pick_drafts(state: DecodeState, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Draft logits [B, k - 1, V] -> ids [B, k - 1] and, sampling, what they were drawn from."""
+def pick_drafts(state: DecodeState, logits: Tensor, rows: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Draft logits [B, k - 1, V] -> ids [B, k - 1] and, sampling, what they were drawn from.
+
+    rows: batch indices of those that draw, as they would alone.
+    """
     params = state.settings.sampling
     if not params.do_sample:
         return logits.argmax(-1), None
     draft_probs = probabilities(logits, params)
     drafts = draft_probs.argmax(-1)
-    rows = _drafting_rows(state)
-    drafts[rows] = draw(draft_probs[rows], [state.generators[i] for i in rows])
+    if rows:
+        drafts[rows] = draw(draft_probs[rows], [state.generators[i] for i in rows])
     return drafts, draft_probs
 
 
-def _drafting_rows(state: DecodeState) -> list[int]:
-    """Batch indices of the rows that may emit more than one token; only these draw drafts, as they would alone."""
+def drafting_rows(state: DecodeState) -> list[int]:
+    """Batch indices of the rows that may emit more than one token; only these need drafts."""
     return [i for i, remaining in enumerate(state.remaining) if remaining > 1]
 
 
 def verify(
-    state: DecodeState, draft_ids: Tensor, draft_probs: Tensor | None, logits: Tensor
+    state: DecodeState, draft_ids: Tensor, draft_probs: Tensor | None, logits: Tensor, rows: list[int]
 ) -> tuple[list[int], Tensor]:
-    """How many drafts each row accepts, and the token that follows them [B]."""
+    """How many drafts each row accepts, and the token that follows them [B].
+
+    rows: batch indices of those that have a draft of their own; the others accept none.
+    """
     params = state.settings.sampling
     if not params.do_sample:
         target = logits.argmax(-1)
         agree = (target[:, :-1] == draft_ids).long().cumprod(-1)
         num_accepted = agree.sum(-1)
+        if len(rows) < state.batch:
+            has_draft = [i in rows for i in range(state.batch)]
+            num_accepted = num_accepted * torch.tensor(has_draft, device=num_accepted.device)
         return num_accepted.tolist(), target.gather(-1, num_accepted[:, None]).squeeze(-1)
     target_probs = probabilities(logits, params)
     if draft_probs is None:
@@ -110,6 +119,6 @@ def verify(
     accept = block_accept if state.settings.verification == "block" else speculative_accept
     results = []
     for i in range(state.batch):
-        k = draft_ids.shape[1] if state.remaining[i] > 1 else 0
+        k = draft_ids.shape[1] if i in rows else 0
         results.append(accept(draft_ids[i, :k], draft_probs[i, :k], target_probs[i, : k + 1], state.generators[i]))
     return [n for n, _ in results], torch.tensor([t for _, t in results], device=logits.device)

@@ -41,7 +41,7 @@ def folder(tmp_path, vlm_folder, monkeypatch):  # noqa: F811
 
 def test_every_command_of_the_page_runs(folder, capsys):
     commands = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
-    assert len(commands) == 8
+    assert len(commands) == 9
     for name, *argv in commands:
         assert name == "trimode-vlm"
         assert main(argv) == 0, (argv, capsys.readouterr().err)
@@ -57,7 +57,7 @@ def test_every_command_of_the_page_runs(folder, capsys):
         assert (folder / "runs" / run / "curves.png").is_file()
     assert (folder / "runs" / "lora" / "adapter" / "adapter_config.json").is_file()
     drafting, _ = trimode_vlm.load(folder / "runs" / "mine" / "model", adapter="auto")
-    assert drafting.draft_adapter is not None
+    assert drafting.draft_adapter is not None and drafting.learned_sampler is not None
     answers = [json.loads(line) for line in (folder / "runs" / "mine" / "generations.jsonl").read_text().splitlines()]
     assert set(answers[-1]["totals"]) == {"ar", "diffusion", "linear_spec"}
 

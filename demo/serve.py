@@ -142,13 +142,19 @@ def check_packages(names: tuple[str, ...], extra: str) -> None:
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and its processor; what mode auto chooses by is measured before the first request, and kept."""
     import torch
 
     import trimode_vlm
+    from trimode_vlm.calibration import policy_for
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options = {name: getattr(args, name) for name in ("adapter", "sampler", "quantize") if getattr(args, name)}
-    return trimode_vlm.load(args.model, dtype=args.dtype, device=device, **options)
+    options = {name: getattr(args, name) for name in ("sampler", "quantize") if getattr(args, name)}
+    adapter = args.adapter or "auto"
+    model, processor = trimode_vlm.load(args.model, dtype=args.dtype, device=device, adapter=adapter, **options)
+    if model.config.mask_token_id is not None:
+        policy_for(model, args.max_rows)
+    return model, processor
 
 
 def engine_settings(args: argparse.Namespace) -> Any:

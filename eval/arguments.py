@@ -1,9 +1,9 @@
-"""Options that several commands of this folder share: lists of numbers, and files that will be written."""
+"""Options that several commands of this folder share: lists of numbers, TASK=PATH, files that will be written."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,19 @@ def numbers(text: str, kind: Callable[[str], Any], option: str, least: float, mo
     if not values or not all(max(least, 1e-9) <= value <= most for value in values):
         raise UsageError(f"{option} takes numbers such as 4,8 or 0.9,0.7 (from {least} to {most}), got {text!r}")
     return list(dict.fromkeys(values))
+
+
+def pairs(option: str, texts: Iterable[str]) -> dict[str, str]:
+    """What `TASK=PATH` texts say.
+
+    Raises:
+        UsageError: one of them has no name or no path.
+    """
+    parts = {text: text.partition("=") for text in texts}
+    for text, (name, _, value) in parts.items():
+        if not name or not value:
+            raise UsageError(f"{option} takes TASK=PATH, found {text!r}")
+    return {name: value for name, _, value in parts.values()}
 
 
 def check_file(option: str, path: str | None) -> None:

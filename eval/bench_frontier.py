@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimode_vlm.cli import UsageError, check_device, nearest
-from trimode_vlm.eval.arguments import numbers
+from trimode_vlm.eval.arguments import numbers, pairs
 
 if TYPE_CHECKING:
     from trimode_vlm.eval.settings import EvalSettings
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULTS: dict[str, Any] = {
     "tasks": "nano",
+    "data": (),
     "limit": 5,
     "modes": "ar,diffusion,linear_spec,quadratic_spec",
     "block_lengths": "8,16,32",
@@ -88,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("frontier (those marked: serve too)").add_argument
     default = {name: f"(default {value})" for name, value in DEFAULTS.items() if value is not None}
     add("--tasks", help=f"comma-separated tasks, as for eval {default['tasks']}")
+    add("--data", action="append", metavar="TASK=PATH", help="read a task from your copy, as for eval; repeatable")
     add("--limit", type=int, help=f"samples per task {default['limit']}")
     add("--modes", help=f"serve too; comma-separated; auto too {default['modes']}; serve: ar,linear_spec,auto")
     add("--block-lengths", help=f"of all modes that have one {default['block_lengths']}")
@@ -140,8 +142,9 @@ def check(args: argparse.Namespace, given: Sequence[str]) -> None:
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     check_device(args.device)
+    args.data = pairs("--data", args.data)
     try:
-        tasks = select(names_in(args.tasks))
+        tasks = select(names_in(args.tasks), args.data)
         if args.quantize:
             check_quantize(args.quantize, args.device)
     except ValueError as error:
@@ -156,7 +159,7 @@ def bench_frontier(args: argparse.Namespace, note: Callable[..., None]) -> None:
     from trimode_vlm.eval.settings import names_in
     from trimode_vlm.eval.tasks import select
 
-    tasks = select(names_in(args.tasks))
+    tasks = select(names_in(args.tasks), args.data)
     models, processor = load(args)
     control = load_control(args, models[""])
     points = sweep(args, models[""], control)

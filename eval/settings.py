@@ -9,6 +9,7 @@ from typing import Any
 
 from trimode_vlm.cli import UsageError, check_device, nearest
 from trimode_vlm.eval import ranks
+from trimode_vlm.eval.arguments import pairs
 from trimode_vlm.eval.scored import STYLES
 from trimode_vlm.eval.tasks import EvalTask, select
 from trimode_vlm.eval.tpf import DEFAULT_BUCKETS
@@ -204,7 +205,7 @@ def from_arguments(args: argparse.Namespace) -> EvalSettings:
             "tasks": names_in(args.tasks),
             "modes": modes,
             "buckets": tuple(sorted(int(part) for part in names_in(args.buckets))),
-            "data": dict(_pair("--data", text) for text in args.data),
+            "data": pairs("--data", args.data),
             "max_new_tokens": max_new_tokens,
             "task_budgets": task_budgets,
         }
@@ -257,13 +258,6 @@ def _budgets(text: str | None) -> tuple[int | None, dict[str, int]]:
         else:
             everywhere = int(number)
     return everywhere, single
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    if not name or not value:
-        raise UsageError(f"{option} takes TASK=PATH, found {text!r}")
-    return name, value
 
 
 def names_in(text: str) -> tuple[str, ...]:

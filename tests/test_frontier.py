@@ -168,6 +168,8 @@ def test_the_adapter_drafts_at_its_own_points_alone(adapter: Path) -> None:
         (["--entropy-bounds", "x"], "--entropy-bounds takes numbers"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--tasks", "grid_jsn"], "unknown task 'grid_jsn'"),
+        (["--data", "chartqa"], "--data takes TASK=PATH, found 'chartqa'"),
+        (["--data", "chartqa=copy"], "--data chartqa=copy: no task here reads data"),
         (["--quantize", "int2"], "quantize must be 'int8', 'int4', '4bit' or left out, got 'int2'"),
         (["--plot", "no/such/plot.png"], "--plot no/such/plot.png: not a file in a folder"),
         (["--plot", "plot.pdf"], "--plot plot.pdf: the plot is a .png"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import torch
 
 # The suite runs several workers on few cores: more threads than one each make small tensors slower, not faster.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+# A shell that runs the suite in the background has it ignore Ctrl-C, and so would what the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = REPOSITORY / "trimode_vlm" / "examples"

@@ -510,11 +510,14 @@ def test_ctrl_c_ends_cleanly() -> None:
         port = free.getsockname()[1]
     process = command("--port", str(port))
     assert process.stderr is not None
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
     said = []
     for line in process.stderr:
         said.append(line)
         if "open http" in line:
             process.send_signal(signal.SIGINT)
+    watchdog.cancel()
     assert process.wait(60) == 0 and "Traceback" not in "".join(said), said
 
 

@@ -46,18 +46,20 @@ Seconds = dict[int, dict[int, float]]
 class CostTable:
     """Seconds of a forward and of a cycle, straight lines between what was measured and beyond it.
 
-    A forward of more rows or tokens is not cheaper: where the measurement says so, it takes the dearer neighbour's.
+    A forward of fewer rows or tokens is not dearer: where the measurement says so, it takes the cheaper neighbour's,
+    for whatever else the machine does can only add to a measurement.
     """
 
     def __init__(self, seconds_per_forward: Seconds) -> None:
-        self.seconds_per_forward: Seconds = {}
-        floor: dict[int, float] = {}
-        for rows, by_tokens in sorted(seconds_per_forward.items()):
-            least = 0.0
-            for tokens, sec in sorted(by_tokens.items()):
-                least = max(least, sec, floor.get(tokens, 0.0))
-                floor[tokens] = least
-            self.seconds_per_forward[rows] = {tokens: floor[tokens] for tokens in sorted(by_tokens)}
+        found: Seconds = {}
+        ceiling: dict[int, float] = {}
+        for rows, by_tokens in sorted(seconds_per_forward.items(), reverse=True):
+            most = float("inf")
+            for tokens, sec in sorted(by_tokens.items(), reverse=True):
+                most = min(most, sec, ceiling.get(tokens, most))
+                ceiling[tokens] = most
+            found[rows] = {tokens: ceiling[tokens] for tokens in sorted(by_tokens)}
+        self.seconds_per_forward: Seconds = dict(sorted(found.items()))
         self._cycles: dict[tuple[int, int], float] = {}
 
     def cycle_sec(self, rows: int, block_length: int) -> float:

@@ -110,9 +110,9 @@ def test_first_command_gives_the_right_answer_in_every_mode(capsys: pytest.Captu
     assert cli.main([*argv[:-3], "--image", str(REPOSITORY / image), question]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"ar:\n{answer}\n")
-    assert all(f"{mode}: the same text" in out for mode in ("diffusion", "linear_spec", "quadratic_spec"))
+    assert all(f"{mode}: the same text" in out for mode in ("diffusion", "linear_spec", "quadratic_spec", "auto"))
     table = out[out.index("mode  ") :].splitlines()
-    assert [line.split()[-1] for line in table[3:]] == ["yes", "yes", "yes"]
+    assert [line.split()[-1] for line in table[3:]] == ["yes"] * 4
 
 
 def test_python_snippet_runs() -> None:

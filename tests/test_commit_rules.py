@@ -16,7 +16,7 @@ from torch import Tensor
 
 ENTROPY = {"mode": "diffusion", "commit_rule": "entropy"}
 LEARNED = {"mode": "diffusion", "commit_rule": "learned", "threshold": 0.5}
-RULES = {"entropy": ENTROPY | {"entropy_bound": 1.0}, "learned": LEARNED}
+RULES = {"entropy": ENTROPY | {"entropy_bound": 3.0}, "learned": LEARNED}
 
 
 def by_entropy(bound: float) -> Rule:

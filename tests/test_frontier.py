@@ -100,6 +100,7 @@ def test_the_command_gives_the_figures_of_eval(tmp_path: Path, capsys: pytest.Ca
     plot, path = tmp_path / "frontier.png", tmp_path / "frontier.json"
     tasks = ("receipt_describe_row", "text_spell")
     argv = ["--tasks", ",".join(tasks), "--limit", "2", "--thresholds", "0.999,0.1", "--seed", "3"]
+    argv += ["--entropy-bounds", "90"]
     assert cli.main(["bench", "frontier", "--quick", *argv, "--plot", str(plot), "--json", str(path)]) == 0
     out = capsys.readouterr().out
     document = json.loads(out.splitlines()[-1])

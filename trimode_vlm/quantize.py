@@ -82,7 +82,7 @@ def _bytes(weight: torch.Tensor) -> int:
 
 
 def _torchao_config(kind: str, device_type: str) -> Any:
-    """Without torchao's settings for torch.compile, which would change how all of the process multiplies matrices."""
+    """Without torchao's settings for torch.compile, which would hold for all of the process."""
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
 

@@ -144,11 +144,18 @@ def test_cancelling_one_row_leaves_the_others_as_they_are() -> None:
     model = make_tiny_model(seed=3, vision=False)
     asked = prompts(4, seed=5)
     expected = [model.generate(torch.tensor([ids]), max_new_tokens=40, eos_token_id=[]) for ids in asked]
+    gate = Gate(model)
     with Engine(model, Words()) as engine:
-        requests = [engine.submit(inputs_of(ids), max_new_tokens=40, eos_token_id=[]) for ids in asked]
+        requests = [
+            engine.submit(inputs_of(ids), max_new_tokens=budget, eos_token_id=[])
+            for ids, budget in zip(asked, (40, 900), strict=False)
+        ]
         next(iter(requests[1]))
+        gate.close()
+        requests += [engine.submit(inputs_of(ids), max_new_tokens=40, eos_token_id=[]) for ids in asked[2:]]
         requests[1].cancel()
-        requests[3].cancel()  # perhaps before its first step
+        requests[3].cancel()  # before its first step
+        gate.open.set()
         for i in (0, 2):
             assert requests[i].result().sequences.tolist() == expected[i].sequences.tolist()
         assert requests[1].result().finish_reasons == requests[3].result().finish_reasons == ["cancelled"]
@@ -171,10 +178,15 @@ def test_a_waiting_request_can_be_cancelled_and_can_run_out_of_time() -> None:
 
 def test_a_running_request_that_runs_out_of_time_keeps_what_it_has() -> None:
     model = make_tiny_model(seed=3, vision=False)
+    gate = Gate(model)
     with Engine(model, Words()) as engine:
-        request = engine.submit(inputs_of([20]), max_new_tokens=1000, eos_token_id=[], timeout_sec=0.2)
+        request = engine.submit(inputs_of([20]), max_new_tokens=900, eos_token_id=[], timeout_sec=60)
+        next(iter(request))
+        gate.close()
+        request.deadline = time.perf_counter()
+        gate.open.set()
         out = request.result()
-    assert out.finish_reasons == ["timeout"] and 0 < out.num_new_tokens[0] < 1000
+    assert out.finish_reasons == ["timeout"] and 0 < out.num_new_tokens[0] < 900
 
 
 def test_the_queue_has_a_limit() -> None:
@@ -236,9 +248,12 @@ def test_a_fault_ends_its_batch_and_not_the_engine() -> None:
 def test_closing_fails_what_runs_and_draining_answers_it() -> None:
     for drain in (True, False):
         model = make_tiny_model(vision=False)
+        gate = Gate(model)
         engine = Engine(model, Words())
+        gate.close()
         requests = [engine.submit(inputs_of(ids), max_new_tokens=60, eos_token_id=[]) for ids in prompts(3, seed=0)]
-        next(iter(requests[0]))
+        assert gate.reached.wait(60)
+        threading.Timer(0.2, gate.open.set).start()
         engine.close(drain=drain)
         for request in requests:
             if drain:

@@ -92,6 +92,7 @@ class Engine:
         self._lean: LeanForward | None = None
         self._touched: set[Request] = set()  # whose consumers have news
         self._closing: str | None = None
+        self._is_failing = False  # closing without answering what runs or waits
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="trimode-engine", daemon=True)
         self._thread.start()
@@ -158,10 +159,7 @@ class Engine:
         """End the thread. With `drain`, requests that run or wait are answered first; without, they fail."""
         with self._wake:
             self._closing = "the engine is shutting down"
-            if not drain:
-                for request in [*self._waiting, *self._running()]:
-                    request.error = RequestError(self._closing)
-                    request.cancel()
+            self._is_failing = not drain
             self._wake.notify()
         self._thread.join()
 
@@ -195,11 +193,11 @@ class Engine:
         """Prefill waiting requests, first come first served, while rows and memory are free."""
         while self._waiting:
             request = self._waiting[0]
-            if _expired(request) is None and not self._fits(request):
+            if self._expired(request) is None and not self._fits(request):
                 return
             with self._wake:
                 self._waiting.popleft()
-            if _expired(request) is not None:
+            if self._expired(request) is not None:
                 self._end_rows(request, range(len(request.generation.rows)))
                 continue
             try:
@@ -240,7 +238,7 @@ class Engine:
     def _step(self, key: Hashable, group: _Group) -> None:
         """One round of a group: what it brought goes to the requests."""
         for number, (request, i) in list(group.rows.items()):
-            if _expired(request) is not None and number in group.state.rows:
+            if self._expired(request) is not None and number in group.state.rows:
                 self._remember(group, number, request.generation.rows[i])
                 self._leave(group, number)
                 self._end_rows(request, [i])
@@ -291,7 +289,7 @@ class Engine:
         """Close rows that were cancelled or ran out of time, with what they have."""
         for i in indices:
             row = request.generation.rows[i]
-            row.finish_reason = _expired(request)
+            row.finish_reason = self._expired(request)
             row.seconds = time.perf_counter() - request.generation.start
             request.put(
                 StreamEvent(
@@ -303,7 +301,8 @@ class Engine:
 
     def _finish_if_done(self, request: Request) -> None:
         if all(row.finish_reason for row in request.generation.rows):
-            self._finish(request, request.error)
+            was_cut = self._is_failing and any(row.finish_reason == "cancelled" for row in request.generation.rows)
+            self._finish(request, RequestError(str(self._closing)) if was_cut else None)
 
     def _finish(self, request: Request, error: BaseException | None) -> None:
         reason = "error" if error is not None else str(request.generation.rows[0].finish_reason)
@@ -313,17 +312,13 @@ class Engine:
         if self.on_finish is not None:
             self.on_finish(request)
 
-    def _running(self) -> list[Request]:
-        return [request for group in list(self._groups.values()) for request, _ in list(group.rows.values())]
-
-
-def _expired(request: Request) -> str | None:
-    """Why a request must end now, or None."""
-    if request.is_cancelled:
-        return "cancelled"
-    if request.deadline is not None and time.perf_counter() > request.deadline:
-        return "timeout"
-    return None
+    def _expired(self, request: Request) -> str | None:
+        """Why a request must end now, or None."""
+        if request.is_cancelled or self._is_failing:
+            return "cancelled"
+        if request.deadline is not None and time.perf_counter() > request.deadline:
+            return "timeout"
+        return None
 
 
 def _key(generation: Generation) -> Hashable:

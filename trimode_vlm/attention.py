@@ -98,10 +98,11 @@ def attend(
         out = flex(q_BHTK, k_BGSK, v_BGSK, block_mask=pattern.block_mask, enable_gqa=True)
     elif implementation == "dense":
         out = _dense(q_BHTK, k_BGSK, v_BGSK, pattern)
-    elif pattern.kind == "full":
-        # Without a mask the query heads of a group are just more queries of it: no copy of the keys is needed.
+    elif pattern.kind == "full" or (pattern.kind != "dual" and T == 1):
+        # Where all queries see the same keys, the heads of a group are just more queries: its keys are read once.
         G = k_BGSK.shape[1]
-        folded = F.scaled_dot_product_attention(q_BHTK.reshape(B, G, H // G * T, K), k_BGSK, v_BGSK)
+        mask = None if pattern.kind == "full" else pattern.attn_mask
+        folded = F.scaled_dot_product_attention(q_BHTK.reshape(B, G, H // G * T, K), k_BGSK, v_BGSK, attn_mask=mask)
         out = folded.view(B, H, T, K)
     elif pattern.kind == "causal":
         out = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=True)

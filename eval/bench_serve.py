@@ -166,11 +166,13 @@ def measure(
     singles: dict[str, list[Run]] = {mode: [] for mode in args.modes}
     watched: list[dict[str, float]] = [memory_now()]
     for repeat in range(1 if args.duration_sec else args.repeats):
+        # There and back again: neither of two modes is always the later one.
+        modes = args.modes if repeat % 2 == 0 else args.modes[::-1]
         if not args.duration_sec:
-            for mode in args.modes:
+            for mode in modes:
                 singles[mode].append(run_load(client, jobs, mode, Load(users=1)))
         for load in loads:
-            for mode in args.modes:
+            for mode in modes:
                 if load.users == 1 and not args.duration_sec:
                     runs[mode, str(load)].append(singles[mode][-1])
                     continue
@@ -206,7 +208,7 @@ def cell(runs: Sequence[Run], singles: Sequence[Run], alone: Mapping[int, str]) 
     answers = [answer for run in runs for answer in run.answers]
     ok = [answer for answer in answers if answer.status == "ok"]
     wrong = [answer for answer in ok if answer.text != alone[answer.job]]
-    per_sec = statistics.median(run.tokens_per_sec for run in runs)
+    per_sec = [run.tokens_per_sec for run in runs]
     values: dict[str, Any] = {
         "requests": len(answers),
         "tokens": sum(answer.tokens for answer in ok),
@@ -214,7 +216,8 @@ def cell(runs: Sequence[Run], singles: Sequence[Run], alone: Mapping[int, str]) 
         "refused": sum(answer.status == "refused" for answer in answers),
         "mismatches": len(wrong),
         "mismatched_jobs": sorted({answer.job for answer in wrong})[:20],
-        "tokens_per_sec": per_sec,
+        "tokens_per_sec": statistics.median(per_sec),
+        "tokens_per_sec_by_repetition": per_sec,
         "requests_per_sec": statistics.median(len(run.answered) / run.seconds for run in runs),
         "latency_ms": {name: percentiles(seconds) for name, seconds in latencies(ok).items()},
     }
@@ -278,12 +281,16 @@ def verdict(cells: Mapping[str, Mapping[str, Any]], alone: Mapping[str, Mapping[
         said |= {"ar_8_users_over_single_requests": ratio, "at_least_2.5": ratio >= SPEEDUP_OF_8}
     fixed = [mode for mode in alone if mode not in ("auto", SERVER_DEFAULT)]
     if "auto" in alone and fixed:
-        said["auto_over_best_fixed"] = {
-            load: row["auto"]["tokens_per_sec"] / max(row[mode]["tokens_per_sec"] for mode in fixed)
-            for load, row in cells.items()
-        }
+        said["auto_over_best_fixed"] = {load: over_best(row, fixed) for load, row in cells.items()}
         said["auto_within_5_percent"] = min(said["auto_over_best_fixed"].values()) >= 1 - TOLERANCE
     return said
+
+
+def over_best(row: Mapping[str, Any], fixed: Sequence[str]) -> float:
+    """Auto's throughput over that of the best fixed mode: the median of the repetitions, each in one minute."""
+    best = max(fixed, key=lambda mode: float(row[mode]["tokens_per_sec"]))
+    pairs = zip(*(row[mode]["tokens_per_sec_by_repetition"] for mode in ("auto", best)), strict=True)
+    return statistics.median(auto / other for auto, other in pairs)
 
 
 def text_of(cells: Mapping[str, Mapping[str, Any]]) -> str:

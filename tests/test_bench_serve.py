@@ -103,11 +103,16 @@ def test_what_a_cell_counts() -> None:
 
 
 def test_what_the_verdict_says() -> None:
-    def row(ar: float, auto: float) -> dict[str, Any]:
-        counts = {"failed": 0, "refused": 1, "mismatches": 0, "over_single_requests": ar / 100}
-        return {mode: counts | {"tokens_per_sec": value} for mode, value in (("ar", ar), ("auto", auto))}
+    def row(ar: list[float], auto: list[float]) -> dict[str, Any]:
+        counts = {"failed": 0, "refused": 1, "mismatches": 0, "over_single_requests": ar[1] / 100}
+        return {
+            mode: counts | {"tokens_per_sec": values[1], "tokens_per_sec_by_repetition": values}
+            for mode, values in (("ar", ar), ("auto", auto))
+        }
 
-    said = verdict({"1": row(100, 96), "8": row(260, 240)}, {"ar": {0: "a", 1: "b"}, "auto": {0: "a", 1: "c"}})
+    # The last repetitions fell into a slow minute, which is nothing to auto's credit or debit.
+    cells = {"1": row([90, 100, 10], [45, 96, 9.6]), "8": row([250, 260, 390], [200, 240, 360])}
+    said = verdict(cells, {"ar": {0: "a", 1: "b"}, "auto": {0: "a", 1: "c"}})
     assert said["auto_over_best_fixed"] == {"1": 0.96, "8": 240 / 260} and said["auto_within_5_percent"] is False
     assert said["ar_8_users_over_single_requests"] == 2.6 and said["at_least_2.5"] is True
     assert said["questions_that_differ_from_ar"] == {"auto": 1} and said["refused"] == 4

@@ -369,7 +369,7 @@ def test_random_disconnects_leave_nothing_running(address: str, engine: Engine) 
             pass
 
     threads = [
-        threading.Thread(target=visit, args=(chance.uniform(0.01, 0.3), chance.random() < 0.5)) for _ in range(20)
+        threading.Thread(target=visit, args=(chance.uniform(0.01, 0.3), chance.random() < 0.5)) for _ in range(100)
     ]
     for thread in threads:
         thread.start()
@@ -395,6 +395,13 @@ def test_different_pictures_at_once_are_not_mixed(client: openai.OpenAI) -> None
 
 def test_a_full_queue_and_a_slow_answer() -> None:
     model, processor = trimode_vlm.load("nano")
+    hidden = model.hidden
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.002)  # on any machine too slow for the time-out
+        return hidden(*args, **kwargs)
+
+    model.hidden = slow
     engine = Engine(model, processor, EngineSettings(max_rows=1, queue_limit=1))
     app = create_app(engine, ServerSettings(timeout_sec=2.0))
     long = {"messages": COUNT, "max_tokens": 3900, "mode": "ar", "min_tokens": 3900}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import sys
 from typing import Any
 
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=int(args.drain_sec)
     )
     server = _announcing(config)
+    # uvicorn raises the signal once more when all is answered; a drained server has not failed.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     server.run()
     return 0 if server.started else 1
 

@@ -124,8 +124,9 @@ class _Api:
             raise ApiError(404, message, code="model_not_found")
 
     async def start(self, submit: Callable[[], list[EngineRequest]]) -> list[EngineRequest]:
-        """Read and submit in a thread: pictures take time to decode."""
+        """Read and submit in a thread: pictures take time to decode, which a full queue is spared."""
         try:
+            self.engine.check_open()
             return await asyncio.to_thread(submit)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
@@ -148,8 +149,11 @@ class _Api:
     def complete(self, body: CompletionRequest) -> list[EngineRequest]:
         self.check_model(body.model)
         requests: list[EngineRequest] = []
+        prompts, limit = body.prompts(), self.engine.settings.queue_limit
+        if len(prompts) > limit:
+            raise ValueError(f"prompt: {len(prompts)} prompts in one request; this server queues {limit}")
         try:
-            for prompt in body.prompts():
+            for prompt in prompts:
                 requests.append(self._submit(body, self._prompt(prompt)))
         except Exception:
             for request in requests:

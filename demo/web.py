@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
             prevent_thread_lock=True, max_file_size=app.MAX_UPLOAD, enable_monitoring=False,
             run_history=False,
         )  # fmt: skip
-        print(f"trimode-vlm demo: open http://{args.host}:{args.port}", file=sys.stderr, flush=True)
         try:
+            print(f"trimode-vlm demo: open http://{args.host}:{args.port}", file=sys.stderr, flush=True)
             threading.Event().wait()
         except KeyboardInterrupt:
             print("trimode-vlm demo: closing", file=sys.stderr, flush=True)

@@ -117,13 +117,17 @@ class Engine:
         request = Request(generation, inputs["input_ids"], self.processor.tokenizer, deadline)
         self.admission.check(generation)
         with self._wake:
-            if self._closing:
-                raise RequestError(self._closing)
-            if len(self._waiting) >= self.settings.queue_limit:
-                raise QueueFullError(f"{len(self._waiting)} requests wait already; try again later")
+            self.check_open()
             self._waiting.append(request)
             self._wake.notify()
         return request
+
+    def check_open(self) -> None:
+        """Raise what `submit` would raise now for any request, before work is put into one."""
+        if self._closing:
+            raise RequestError(self._closing)
+        if len(self._waiting) >= self.settings.queue_limit:
+            raise QueueFullError(f"{len(self._waiting)} requests wait already; try again later")
 
     @property
     def is_closing(self) -> bool:

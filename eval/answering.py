@@ -11,10 +11,11 @@ from typing import Any
 from trimode_vlm.cli import one_line
 from trimode_vlm.eval import ranks
 from trimode_vlm.eval.metrics import score
+from trimode_vlm.eval.prompts import inputs_of
 from trimode_vlm.eval.run_folder import question_hash
 from trimode_vlm.eval.settings import EvalSettings
 from trimode_vlm.eval.state import Key, Record
-from trimode_vlm.eval.tasks import EvalTask, Example, Messages, images_of, select, with_images
+from trimode_vlm.eval.tasks import EvalTask, Example, images_of, select, with_images
 
 Loader = Callable[..., tuple[Any, Any]]
 # Of a first answer in each mode that is thrown away: a few, so that every kind of forward runs once.
@@ -120,7 +121,9 @@ class Answerer:
         """Records of one batch of samples of one task in one mode."""
         settings, mode = self.settings, keys[0].mode
         examples = [_example(task, key, settings.seed) for key in keys]
-        inputs = self._inputs([example.messages for example in examples])
+        inputs = inputs_of(self.processor, [example.messages for example in examples])
+        if self.device != "cpu":
+            inputs = inputs.to(self.device)
         budget = settings.budget(task)
         if mode not in self._warm_modes:
             # Whoever comes first would pay for the first touch of weights and kernels, and `auto` for its measurement.
@@ -156,19 +159,6 @@ class Answerer:
             }
             records.append(scored(record, task.metric, settings.metric_style))
         return records
-
-    def _inputs(self, conversations: Sequence[Messages]) -> Any:
-        """The processor's tensors on the model's device; one row comes without padding."""
-        one = len(conversations) == 1
-        inputs = self.processor.apply_chat_template(
-            conversations[0] if one else conversations,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **({} if one else {"padding": True}),
-        )
-        return inputs if self.device == "cpu" else inputs.to(self.device)
 
 
 def _failed(task: EvalTask, key: Key, error: Exception, settings: EvalSettings) -> Record:

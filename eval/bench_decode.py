@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trimode_vlm.eval.prompts import inputs_of
 from trimode_vlm.eval.timing import bare_products, interleaved, repeat, token_weights
 from trimode_vlm.quantize import text_weight_bytes
 
@@ -166,13 +167,12 @@ def long_prompts(processor: Any, samples: int, seed: int) -> list[dict[str, Any]
     from trimode_vlm.eval.tasks import select
 
     found: list[dict[str, Any]] = []
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     index = 0
     while True:
         for task in select(["nano"]):
             example = task.example(index, seed)
             if len(processor.tokenizer(example.gold)["input_ids"]) > LONG_ANSWER_TOKENS:
-                found.append(dict(processor.apply_chat_template(example.messages, **options)))
+                found.append(dict(inputs_of(processor, [example.messages])))
                 if len(found) == samples:
                     return found
         index += 1

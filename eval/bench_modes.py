@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trimode_vlm.eval import tables
+from trimode_vlm.eval.prompts import inputs_of
 from trimode_vlm.eval.timing import interleaved
 
 DEFAULTS: dict[str, Any] = {"repeats": 5, "samples": 16, "adapter": None, "dtype": None, "plot": None}
@@ -35,7 +36,7 @@ def bench_modes(args: argparse.Namespace, note: Callable[..., None]) -> None:
     import trimode_vlm
 
     model, processor = trimode_vlm.load(args.model, dtype=args.dtype, adapter=args.adapter)
-    requests = held_out(processor, args.samples, args.seed)
+    requests = held_out(args.samples, args.seed)
     results = {}
     for name, title, chosen in (
         ("own_drafts", "with the model's own drafts", model),
@@ -55,7 +56,7 @@ def bench_modes(args: argparse.Namespace, note: Callable[..., None]) -> None:
         plot(results, Path(args.plot))
 
 
-def held_out(processor: Any, samples: int, seed: int) -> list[Any]:
+def held_out(samples: int, seed: int) -> list[Any]:
     """Conversations of the held-out tasks in turn, so that short and long answers share a batch."""
     from trimode_vlm.eval.tasks import select
 
@@ -87,7 +88,7 @@ def measure(model: Any, processor: Any, requests: Sequence[Any], repeats: int) -
     runs |= {f"linear_spec {k}": {"mode": "linear_spec", "block_length": k} for k in lengths}
     cells, rate = {}, 0.0
     for n in parallel:
-        batches = [batch(processor, requests[i : i + n]) for i in range(0, len(requests), n)]
+        batches = [dict(inputs_of(processor, requests[i : i + n])) for i in range(0, len(requests), n)]
         outputs, seconds = time_runs(model, batches, runs, repeats)
         rate = acceptance(outputs[f"linear_spec {own}"])
         answers = [out.num_new_tokens for out in outputs["ar"]]
@@ -115,12 +116,6 @@ def measure(model: Any, processor: Any, requests: Sequence[Any], repeats: int) -
     costs = policy.cost.__self__.seconds_per_forward  # type: ignore[attr-defined]
     ms = {rows: {k: sec * 1e3 for k, sec in by_tokens.items()} for rows, by_tokens in costs.items()}
     return {"block_length": own, "tokens": tokens, "rate": rate, "ms_per_forward": ms, "parallel": cells}
-
-
-def batch(processor: Any, conversations: Sequence[Any]) -> dict[str, Any]:
-    """Model inputs of a batch, padded."""
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    return dict(processor.apply_chat_template(list(conversations), padding=True, **options))
 
 
 def time_runs(

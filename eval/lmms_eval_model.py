@@ -26,6 +26,7 @@ from lmms_eval.models.registry_v2 import ModelManifest
 from tqdm import tqdm
 
 from trimode_vlm.eval.harness import HarnessModel, batches, counted, device_of, num_ranks
+from trimode_vlm.eval.prompts import inputs_of
 
 
 class TriModeSimple(lmms):
@@ -62,7 +63,7 @@ class TriModeSimple(lmms):
         texts, counts = [""] * len(requests), counted(requests)
         progress = tqdm(total=len(requests), disable=self.rank != 0, desc="Model Responding")
         for chosen in batches(conversations, generation, lengths, self.batch_size_per_gpu):
-            inputs = self._inputs([conversations[index] for index in chosen])
+            inputs = inputs_of(self.answers.processor, [conversations[index] for index in chosen])
             answers = self.answers.answer(inputs, generation[chosen[0]], [counts[index] for index in chosen])
             for index, text in zip(chosen, answers, strict=True):
                 texts[index] = text
@@ -89,7 +90,8 @@ class TriModeSimple(lmms):
         for request in tqdm(requests, disable=self.rank != 0, desc="loglikelihood"):
             _, target, _, doc_id, task, split = request.args
             continuation = target if isinstance(target, str) else target(self.task_dict[task][split][doc_id])
-            inputs = self._inputs([self._with_system(self.messages(request.args))]).to(self.answers.model.device)
+            conversation = self._with_system(self.messages(request.args))
+            inputs = inputs_of(self.answers.processor, [conversation]).to(self.answers.model.device)
             ids = self.tokenizer(str(continuation), add_special_tokens=False, return_tensors="pt")["input_ids"]
             ids = ids.to(self.answers.model.device)
             width = inputs["input_ids"].shape[1]
@@ -106,17 +108,6 @@ class TriModeSimple(lmms):
 
     def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return self._apply_system_prompt(messages, self.system_prompt) if self.system_prompt else messages
-
-    def _inputs(self, conversations: list[list[dict[str, Any]]]) -> Any:
-        one = len(conversations) == 1
-        return self.answers.processor.apply_chat_template(
-            conversations[0] if one else conversations,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **({} if one else {"padding": True}),
-        )
 
 
 class TriModeChat(TriModeSimple):

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trimode_vlm.eval.prompts import inputs_of
 from trimode_vlm.request import QueueFullError, RequestError
 
 if TYPE_CHECKING:
@@ -55,10 +56,7 @@ class EngineClient:
 
     def __init__(self, engine: Engine, jobs: Iterable[Job]) -> None:
         self.engine = engine
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        self.inputs = {
-            job.number: dict(engine.processor.apply_chat_template(list(job.messages), **options)) for job in jobs
-        }
+        self.inputs = {job.number: dict(inputs_of(engine.processor, [job.messages])) for job in jobs}
 
     async def ask(self, job: Job, mode: str) -> Answer:
         answer = Answer(job=job.number, sent=time.perf_counter())

@@ -13,6 +13,7 @@ from trimode_vlm.cli import UsageError, check_device, main, print_settings
 from trimode_vlm.eval import sol_report
 from trimode_vlm.eval.arguments import check_file, check_plot, numbers
 from trimode_vlm.eval.metrics import score
+from trimode_vlm.eval.prompts import inputs_of
 from trimode_vlm.eval.sol_report import ORACLE, Record
 from trimode_vlm.eval.tasks import EvalTask, select
 
@@ -105,9 +106,7 @@ def measure(model: Any, processor: Any, tasks: Sequence[EvalTask], args: argpars
     work = [(task, index) for task in tasks for index in range(min(args.limit, task.num_examples or args.limit))]
     for task, index in tqdm(work, unit="prompt", dynamic_ncols=True):
         example = task.example(index, args.seed)
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        inputs = processor.apply_chat_template(example.messages, **options)
-        inputs = dict(inputs.to(model.device))
+        inputs = dict(inputs_of(processor, [example.messages]).to(model.device))
         budget = args.max_new_tokens or task.max_new_tokens
         for block_length in args.block_lengths:
             for name, ids, counts in _answers(model, inputs, block_length, budget, args):

@@ -15,6 +15,7 @@ from decoding_cases import PROMPT, generate
 from trimode_vlm import calibration
 from trimode_vlm.eval import bench_modes
 from trimode_vlm.eval.bench_modes import acceptance, measure, plot, predicted_sec, text_of, with_poor_drafts
+from trimode_vlm.eval.prompts import inputs_of
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_a_measurement_is_whole(
     result = measure(chat_model, processor, asked, repeats=1)
     assert json.loads(json.dumps(result))["block_length"] == 8 and list(result["parallel"]) == ["1", "3"]
     lengths = [
-        chat_model.generate(**bench_modes.batch(processor, [one]), mode="ar", max_new_tokens=10).num_new_tokens[0]
+        chat_model.generate(**inputs_of(processor, [one]), mode="ar", max_new_tokens=10).num_new_tokens[0]
         for one in asked
     ]
     assert result["tokens"] == sum(lengths) - 3

@@ -17,6 +17,7 @@ from conftest import make_tiny_model
 from decoding_cases import MODES, options, prompts
 from test_engine import Words, inputs_of
 
+from trimode_vlm import prefill
 from trimode_vlm.cache import KVCache
 from trimode_vlm.conversation import ConversationCache
 from trimode_vlm.engine import Engine, EngineSettings
@@ -65,7 +66,9 @@ def churn(engine: Engine, model: Any, count: int, seed: int) -> None:
     wait_until_idle(engine)
 
 
-def test_memory_is_flat_under_requests_that_come_and_go() -> None:
+def test_memory_is_flat_under_requests_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest keeps what is logged, faults and all that they hold.
+    monkeypatch.setattr("trimode_vlm.engine.logger.disabled", True)
     model = make_tiny_model(seed=4, vision=False)
     settings = EngineSettings(max_rows=4, prefix_cache_bytes=60_000)
     with Engine(model, Words(), settings) as engine:
@@ -169,6 +172,30 @@ def test_rows_that_left_give_their_memory_to_a_batch_of_another_kind() -> None:
         for request in (long, *other):
             assert request.result().finish_reasons == ["length"]
     assert 0 < max(seen) <= limit
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_limit_holds_for_all_buffers_that_are_alive(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growing by half, and what a joined row came with, are no memory beside the limit."""
+    monkeypatch.setattr(prefill, "FIRST_ROOM", 16)
+    model = make_tiny_model(seed=3, vision=False)
+    per_slot = 2 * 2 * 2 * 8 * 4
+    chosen = {"max_new_tokens": 100, "eos_token_id": [], "mode": mode, **options(mode, 4)}
+    slots = 10 + 100 + {"ar": 1, "quadratic_spec": 20}.get(mode, 4)
+    seen: list[int] = []
+    hidden = model.hidden
+
+    def watched(embeds: torch.Tensor, *args: Any) -> torch.Tensor:
+        if embeds.shape[:2] != (1, 10):  # while nobody joins: then rows are on their way from one buffer to another
+            seen.append(sum(cache._buffer.nbytes for cache in gc.get_objects() if type(cache) is KVCache))
+        return hidden(embeds, *args)
+
+    with Engine(model, Words(), EngineSettings(kv_bytes=3 * slots * per_slot, prefix_cache_bytes=0)) as engine:
+        model.hidden = watched
+        requests = [engine.submit(inputs_of([20 + i] * 10), **chosen) for i in range(3)]
+        for request in requests:
+            request.result()
+    assert per_slot * slots < max(seen) <= 3 * slots * per_slot
 
 
 def test_a_prefix_cache_keeps_to_its_bytes_and_drops_the_least_used() -> None:

@@ -34,7 +34,7 @@ class Admission:
         num_rows, row = len(generation.rows), generation.rows[0]
         if num_rows > self.max_rows:
             raise ValueError(f"{num_rows} answers to one prompt; this engine decodes {self.max_rows} rows together")
-        needed = num_rows * slots(generation) * self.bytes_per_slot
+        needed = num_rows * generation.most_slots * self.bytes_per_slot
         if needed > self.kv_bytes:
             raise ValueError(
                 f"the prompt of {len(row.prompt.token_ids)} tokens with {row.budget} new ones needs "
@@ -44,19 +44,12 @@ class Admission:
 
     def fits(self, generation: Generation, key: Hashable, running: Mapping[Hashable, tuple[int, int]]) -> bool:
         """Whether the request may start now in the batch `key`; `running`: rows and slots of each batch."""
-        num_new, length = len(generation.rows), slots(generation)
+        num_new, length = len(generation.rows), generation.most_slots
         if sum(rows for rows, _ in running.values()) + num_new > self.max_rows:
             return False
         rows, longest = running.get(key, (0, 0))
         after = {**running, key: (rows + num_new, max(longest, length))}
         return sum(rows * length for rows, length in after.values()) * self.bytes_per_slot <= self.kv_bytes
-
-
-def slots(generation: Generation) -> int:
-    """Cache slots that a row may come to: prompt, budget, and what a step writes beyond."""
-    k = generation.config.settings(generation.model.config.block_length).block_length
-    beyond = {"ar": 1, "quadratic_spec": k * (k + 1)}.get(generation.config.mode, k)
-    return len(generation.rows[0].prompt.token_ids) + generation.rows[0].budget + beyond
 
 
 def free_bytes(device: torch.device) -> int:

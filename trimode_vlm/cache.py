@@ -22,6 +22,7 @@ class KVCache:
         shape = (config.num_hidden_layers, batch, 2 * config.num_key_value_heads, capacity, config.head_dim)
         self._set_buffer(torch.zeros(shape, dtype=dtype, device=device))
         self.lengths: list[int] = [0] * batch
+        self.most_slots = capacity  # that any row is expected to come to; growth in advance stops there
 
     def _set_buffer(self, buffer: Tensor, rows: int | None = None) -> None:
         """[layers, B, 2 G, capacity, K]: the keys of all heads, then their values; a layer writes both at once.
@@ -100,10 +101,13 @@ class KVCache:
         self.lengths = list(lengths)
 
     def reserve(self, capacity: int) -> None:
-        """Grow the buffers to hold at least `capacity` slots; contents stay. They grow by half, so copies stay few."""
+        """Grow the buffers to hold at least `capacity` slots; contents stay.
+
+        They grow by half, so copies stay few, up to `most_slots`.
+        """
         if capacity <= self.capacity:
             return
-        pad = (0, 0, 0, max(capacity, self.capacity * 3 // 2) - self.capacity)
+        pad = (0, 0, 0, max(capacity, min(self.capacity * 3 // 2, self.most_slots)) - self.capacity)
         self._set_buffer(torch.nn.functional.pad(self.kv, pad))
 
     def select(self, rows: list[int], length: int | None = None) -> KVCache:
@@ -111,6 +115,7 @@ class KVCache:
         kept = object.__new__(KVCache)
         buffer = self.kv if length is None else self.kv[:, :, :, :length]
         kept._set_buffer(buffer.index_select(1, torch.tensor(rows, device=self.kv.device)))
+        kept.most_slots = self.most_slots
         kept.lengths = [self.lengths[r] if length is None else min(self.lengths[r], length) for r in rows]
         return kept
 
@@ -130,6 +135,7 @@ class KVCache:
             self._move(rows, max(self.capacity, longest))
         self._buffer[:, self.batch : rows, :, :longest] = other.kv[:, :, :, :longest]
         self.lengths = self.lengths + other.lengths
+        self.most_slots = max(self.most_slots, other.most_slots)
         self._set_buffer(self._buffer, rows)
 
     def trim(self) -> None:

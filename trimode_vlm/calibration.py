@@ -93,11 +93,12 @@ class Calibration:
     def __init__(self, fingerprint: dict[str, Any]) -> None:
         self.fingerprint = fingerprint
         self.seconds: Seconds = read_costs(fingerprint) or {}
+        self.spent_sec = 0.0
         self.policy = Policy(CostTable(self.seconds).cycle_sec)
 
     def cover(self, model: TriModeVLM, rows: int) -> None:
-        """Measure what is missing for so many rows, as far as BUDGET_SEC allows."""
-        start, known = time.perf_counter(), len(self.seconds)
+        """Measure what is missing for so many rows, as far as BUDGET_SEC of this process allows."""
+        known = len(self.seconds)
         for n in ROWS:
             # As many as asked for lie then between two measurements, or all there are have been made.
             if n in self.seconds or max(self.seconds, default=0) >= rows:
@@ -105,14 +106,17 @@ class Calibration:
             if self.seconds:
                 table = CostTable(self.seconds)
                 needed_sec = 2 * sum(table.cycle_sec(n, tokens) for tokens in TOKENS)
-                if time.perf_counter() - start + needed_sec > BUDGET_SEC:
+                if self.spent_sec + needed_sec > BUDGET_SEC:
                     break
+            start = time.perf_counter()
             try:
                 self.seconds[n] = measure(model, n)
             except torch.OutOfMemoryError:
                 if n == 1:
                     raise
                 break
+            finally:
+                self.spent_sec += time.perf_counter() - start
         if len(self.seconds) > known:
             self.policy.cost = CostTable(self.seconds).cycle_sec
             write_costs(self.fingerprint, self.seconds)

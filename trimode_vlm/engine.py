@@ -6,6 +6,7 @@ answer is that of the same request alone.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .admission import Admission, slots
+from .admission import Admission
 from .conversation import ConversationCache
 from .decoders import DECODERS, DecodeState, Step
 from .generation import Generation, Row, StreamEvent
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .model import TriModeVLM
 
 GIB = 2**30
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class _Group:
     state: DecodeState
     decoder: Iterator[list[Step]]
     rows: dict[int, tuple[Request, int]]
-    slots: int  # of the longest row, as admission counts it
+    most_slots: int  # that its longest row may come to
 
 
 @dataclass
@@ -176,18 +178,32 @@ class Engine:
     # The engine's thread.
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while True:
-                with self._wake:
-                    while not (self._waiting or self._groups or self._closing):
-                        self._wake.wait()
-                    if self._closing and not (self._waiting or self._groups):
-                        return
-                self._admit()
+        try:
+            with torch.inference_mode():
+                self._serve()
+        except BaseException as error:  # a fault of the engine itself: whoever waits is told, and nobody else is let in
+            logger.exception("the engine has failed")
+            with self._wake:
+                self._closing = f"the engine has failed: {type(error).__name__} {error}"
+                left = {*self._waiting, *(request for g in self._groups.values() for request, _ in g.rows.values())}
+                self._waiting.clear()
+                self._groups.clear()
+            for request in left:
+                self._finish(request, error)
+            self._wake_consumers()
+
+    def _serve(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._waiting or self._groups or self._closing):
+                    self._wake.wait()
+                if self._closing and not (self._waiting or self._groups):
+                    return
+            self._admit()
+            self._wake_consumers()
+            for key, group in list(self._groups.items()):
+                self._step(key, group)
                 self._wake_consumers()
-                for key, group in list(self._groups.items()):
-                    self._step(key, group)
-                    self._wake_consumers()
 
     def _wake_consumers(self) -> None:
         wake(self._touched)
@@ -195,32 +211,30 @@ class Engine:
 
     def _admit(self) -> None:
         """Prefill waiting requests, first come first served, while rows and memory are free."""
-        while self._waiting:
+        with self._wake:
+            expired = [request for request in self._waiting if self._expired(request)]
+            for request in expired:
+                self._waiting.remove(request)
+        for request in expired:
+            self._end_rows(request, range(len(request.generation.rows)))
+        while self._waiting and not self._is_failing:
             request = self._waiting[0]
-            if self._expired(request) is None and not self._fits(request):
+            running = {key: (len(group.rows), group.most_slots) for key, group in self._groups.items()}
+            if not self.admission.fits(request.generation, _key(request.generation), running):
                 return
             with self._wake:
                 self._waiting.popleft()
-            if self._expired(request) is not None:
-                self._end_rows(request, range(len(request.generation.rows)))
-                continue
             try:
                 self._start(request)
             except Exception as error:  # one request's fault, or its memory: the others go on
                 self._finish(request, error)
 
-    def _fits(self, request: Request) -> bool:
-        own = _key(request.generation)
-        running = {key: (len(group.rows), group.slots) for key, group in self._groups.items()}
-        if not self.admission.fits(request.generation, own, running):
-            return False
-        for key, group in self._groups.items():
-            if key != own:
-                group.state.cache.trim()  # the memory of rows that left is what the newcomer is let in for
-        return True
-
     def _start(self, request: Request) -> None:
         generation = request.generation
+        key, length = _key(generation), generation.most_slots
+        for other, group in self._groups.items():
+            if other != key:
+                group.state.cache.trim()  # the memory of rows that left is what the newcomer is let in for
         generation.cache_in = self.prefixes.find(generation.rows[0].prompt)
         if not self._groups:
             self._lean = lean_forward(self.model.encoder)
@@ -230,24 +244,23 @@ class Engine:
         first, self._next_row = self._next_row, self._next_row + state.batch
         state.rows = [first + i for i in state.rows]
         rows = {first + i: (request, i) for i in range(state.batch)}
-        key, length = _key(generation), slots(generation)
-        group = self._groups.get(key)
-        if group is None:
-            self._groups[key] = group = _Group(state, DECODERS[request.mode](state), rows, length)
+        if key not in self._groups:
+            self._groups[key] = _Group(state, DECODERS[request.mode](state), rows, length)
         else:
+            group = self._groups[key]
             group.state.joining.append(state)
             group.rows |= rows
-            group.slots = max(group.slots, length)
+            group.most_slots = max(group.most_slots, length)
 
     def _step(self, key: Hashable, group: _Group) -> None:
         """One round of a group: what it brought goes to the requests."""
-        for number, (request, i) in list(group.rows.items()):
-            if self._expired(request) is not None and number in group.state.rows:
-                self._remember(group, number, request.generation.rows[i])
-                self._leave(group, number)
-                self._end_rows(request, [i])
         forwards = group.state.num_forwards
         try:
+            for number, (request, i) in list(group.rows.items()):
+                if self._expired(request) is not None and number in group.state.rows:
+                    self._remember(group, number, request.generation.rows[i])
+                    self._leave(group, number)
+                    self._end_rows(request, [i])
             steps = next(group.decoder, None)
             if steps is None:
                 del self._groups[key]
@@ -286,6 +299,8 @@ class Engine:
         index = group.state.rows.index(number)
         known = row.prompt.token_ids + row.token_ids
         length = min(group.state.cache.lengths[index], len(known))
+        if self._is_failing or not self.prefixes.takes(length, length * self.admission.bytes_per_slot):
+            return
         kv = group.state.cache.select([index], length)
         self.prefixes.put(ConversationCache(kv, known[:length], row.prompt.digests))
 
@@ -311,10 +326,15 @@ class Engine:
     def _finish(self, request: Request, error: BaseException | None) -> None:
         reason = "error" if error is not None else str(request.generation.rows[0].finish_reason)
         self.totals.finished[reason] += 1
+        if error is not None and not self._closing:
+            logger.error("a request failed", exc_info=error)
         request.finish(error)
         self._touched.add(request)
         if self.on_finish is not None:
-            self.on_finish(request)
+            try:
+                self.on_finish(request)
+            except Exception:  # the caller's own fault, which must not stop the engine
+                logger.exception("on_finish failed")
 
     def _expired(self, request: Request) -> str | None:
         """Why a request must end now, or None."""

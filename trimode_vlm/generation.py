@@ -70,6 +70,8 @@ class Generation:
     ) -> None:
         self.start = time.perf_counter()
         self.model, self.config = model, config
+        if config.mode not in ("ar", "auto") and model.config.mask_token_id is None:
+            raise ValueError(f"mode {config.mode!r} needs a mask token; this model's config has no mask_token_id")
         if config.mode == "diffusion" and config.commit_rule == "learned":
             check_sampler(model, config.settings(model.config.block_length).block_length)
         self.cache_in: ConversationCache | None = cache
@@ -117,14 +119,22 @@ class Generation:
             )
         return min(asked, limit - n)
 
+    @property
+    def most_slots(self) -> int:
+        """Cache slots that a row may come to: prompt, budget, and what a step writes beyond."""
+        k = self.config.settings(self.model.config.block_length).block_length
+        beyond = {"ar": 1, "quadratic_spec": k * (k + 1)}.get(self.config.mode, k)
+        longest = max(len(row.prompt.token_ids) for row in self.rows)
+        return longest + max(row.budget for row in self.rows) + beyond
+
     @torch.inference_mode()
     def events(self) -> Iterator[StreamEvent]:
-        state = self.begin()
+        self.state = state = self.begin()
         for steps in DECODERS[self.config.mode](state):
-            for i, step in enumerate(steps):
+            for step in steps:
                 row = self.rows[step.row]
                 event = self.take(row, step)
-                state.remaining[i] = row.remaining
+                state.remaining[state.rows.index(step.row)] = row.remaining
                 if row.finish_reason:
                     state.finished.add(step.row)
                 if event.token_ids or event.canvas or event.finish_reason:
@@ -137,12 +147,10 @@ class Generation:
         base = int(torch.randint(2**62, ())) if config.seed is None else config.seed
         generators = [torch.Generator(model.device).manual_seed((base + i) % 2**63) for i in range(len(self.rows))]
         settings = config.settings(model.config.block_length)
-        if config.mode not in ("ar", "auto") and model.config.mask_token_id is None:
-            raise ValueError(f"mode {config.mode!r} needs a mask token; this model's config has no mask_token_id")
-        room = max(row.budget for row in self.rows) + settings.block_length
+        longest = max(len(row.prompt.token_ids) for row in self.rows)
         lean = lean or lean_forward(model.encoder)
         prompts = [row.prompt for row in self.rows[:: self.samples]]
-        kv, logits = prefill(model, prompts, self.cache_in, room, lean, features)
+        kv, logits = prefill(model, prompts, self.cache_in, self.most_slots - longest, lean, features)
         if self.samples > 1:
             if self.cache_in is not None:
                 self.cache_in.hold(prompts[0].token_ids, prompts[0].digests)
@@ -152,7 +160,7 @@ class Generation:
             row.nfe_prefill = 1
         num_top = (config.top_logprobs or 0) if config.output_logprobs else None
         banned_ids = model.config.banned_ids(config.end_token_ids)
-        self.state = state = DecodeState(
+        state = DecodeState(
             model=model,
             cache=kv,
             rows=list(range(len(self.rows))),
@@ -238,7 +246,7 @@ class Generation:
             seconds=[r.seconds for r in rows],
             seconds_to_first_token=[r.seconds_to_first_token for r in rows],
             total_seconds=time.perf_counter() - self.start,
-            total_nfe=self.state.num_forwards + 1 if self.state else 0,
+            total_nfe=self.state.num_forwards + 1 if self.state else None,
             total_tokens_per_forward=_ratio(rows, end_to_end=False),
             total_tokens_per_forward_end_to_end=_ratio(rows, end_to_end=True),
             cache=self._conversation() if with_cache else None,

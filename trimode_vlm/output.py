@@ -31,7 +31,8 @@ class TriModeGenerateOutput(ModelOutput):
         seconds: from the start of the call to the row's last token; seconds_to_first_token: to its first;
             total_seconds: of the whole call.
         total_nfe: calls of the backbone in the whole call; one call serves all rows of a batch. Samples of one prompt
-            share its prefill, and each counts it in `nfe`, as it would alone.
+            share its prefill, and each counts it in `nfe`, as it would alone. None in an engine, where requests
+            share forwards.
         total_tokens_per_forward, total_tokens_per_forward_end_to_end: the two ratios pooled over rows, sum over sum.
         cache: the conversation's cache for the next turn (calls with one row).
     """

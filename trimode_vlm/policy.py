@@ -77,6 +77,7 @@ class Policy:
         first = FIRST_RATE * FIRST_TOKENS, (1 - FIRST_RATE) * FIRST_TOKENS
         self.young, self.old = Acceptance(*first), Acceptance(*first)
         self.probe_sec = 0.0
+        # Requests of several threads may share a policy: read once, written whole.
         self._last: tuple[object, int, int | None] = (None, 1, None)
 
     def rate(self, row: Acceptance) -> float:
@@ -116,11 +117,12 @@ class Policy:
         """
         rates, limits = [self.rate(row) for row in rows], [min(limit, longest) for limit in limits]
         # Most AR cycles change none of these: the choice is then the last one, and costs next to nothing.
-        key = rates, limits, longest, shortest
-        if self._last[0] != key:
+        key = rates, limits, longest, shortest, self.cost
+        last = self._last
+        if last[0] != key:
             best = self.choose(rates, limits, longest, shortest)
-            self._last = key, best, self.probe(limits, longest) if best == 1 else None
-        _, best, probe = self._last
+            self._last = last = key, best, self.probe(limits, longest) if best == 1 else None
+        _, best, probe = last
         if probe is None:
             return best
         ar_sec = self.cost(len(rows), 1)

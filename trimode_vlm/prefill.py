@@ -111,16 +111,17 @@ def prefill(
     """One causal forward of all prompts: the cache, and the logits [rows, V] behind each prompt's last token.
 
     With a conversation's cache (one row), only the tokens that it does not hold are computed. `room` is how many
-    tokens may follow; the cache starts with space for them up to FIRST_ROOM and grows beyond.
+    slots may follow; the cache starts with space for them up to FIRST_ROOM and grows beyond.
     """
     device, config = model.device, model.config
+    longest = max(len(p.token_ids) for p in prompts)
     if earlier is None:
-        longest = max(len(p.token_ids) for p in prompts)
         cache = KVCache(config, len(prompts), longest + min(room, FIRST_ROOM), model.dtype, device)
         held = 0
     else:
         cache = earlier.kv
         held = _reuse(model, prompts[0], earlier)
+    cache.most_slots = longest + room
     new_ids = [p.token_ids[held:] for p in prompts]
     lengths = torch.tensor([len(ids) for ids in new_ids], device=device)
     T = int(lengths.max())

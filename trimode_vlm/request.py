@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,6 @@ class Request:
 
     def __init__(self, generation: Generation, input_ids: Any, tokenizer: Any, deadline: float | None) -> None:
         self.generation, self.deadline = generation, deadline
-        self.submitted = time.perf_counter()
         self.error: BaseException | None = None
         self.texts = [""] * len(generation.rows)
         self._input_ids = input_ids

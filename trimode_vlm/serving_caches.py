@@ -35,12 +35,12 @@ class FeatureCache:
         return features
 
     def put(self, digest: str, features: Tensor) -> None:
-        size = features.nbytes
-        if size > self.limit_bytes or digest in self._features:
+        num_bytes = features.nbytes
+        if num_bytes > self.limit_bytes or digest in self._features:
             return
         # A view would keep the features of the whole batch alive.
         self._features[digest] = features.clone()
-        self.held_bytes += size
+        self.held_bytes += num_bytes
         while self.held_bytes > self.limit_bytes:
             self.held_bytes -= self._features.popitem(last=False)[1].nbytes
 
@@ -54,15 +54,19 @@ class PrefixCache:
         self.hit_tokens = self.miss_tokens = 0
         self._entries: list[ConversationCache] = []  # the least recently used first
 
+    def takes(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether a conversation of that length would be kept."""
+        return num_tokens >= MIN_SHARED_TOKENS and num_bytes <= self.limit_bytes
+
     def put(self, conversation: ConversationCache) -> None:
         """Keep a conversation; those that it continues are contained in it and go."""
-        size = conversation.kv.kv.nbytes
-        if size > self.limit_bytes or len(conversation.token_ids) < MIN_SHARED_TOKENS:
+        num_bytes = conversation.kv.kv.nbytes
+        if not self.takes(len(conversation.token_ids), num_bytes):
             return
         for entry in [e for e in self._entries if _is_start_of(e, conversation)]:
             self._remove(entry)
         self._entries.append(conversation)
-        self.held_bytes += size
+        self.held_bytes += num_bytes
         while self.held_bytes > self.limit_bytes:
             self._remove(self._entries[0])
 

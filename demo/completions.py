@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
 
 from trimode_vlm.request import Request, TextEvent
 
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Ours that OpenAI's clients do not know are told as the nearest that they do.
 FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length", "cancelled": "stop"}
 
@@ -18,7 +22,7 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length", "canc
 class Reply:
     """One response: the requests of its prompts (chat has one), in order, and how its objects look.
 
-    `kind` is "chat" or "text"; `numbers[i]` is the first choice number of request i.
+    `kind` is "chat" or "text"; choices are numbered through, request after request. Take `whole` or `chunks`, once.
     """
 
     kind: str
@@ -27,6 +31,8 @@ class Reply:
     requests: Sequence[Request]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    # Of each choice, the characters of the tokens told so far.
+    _offsets: Counter[int] = field(default_factory=Counter)
 
     def cancel(self) -> None:
         for request in self.requests:
@@ -54,9 +60,10 @@ class Reply:
             async for event in request.events():
                 logprobs[event.row] += self._logprobs(event)
             for row, text in enumerate(request.texts):
-                choice: dict[str, Any] = {"index": len(choices)}
+                index = len(choices)
+                choice: dict[str, Any] = {"index": index}
                 choice |= {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
-                choice["logprobs"] = self._logprob_object(request, logprobs[row])
+                choice["logprobs"] = self._logprob_object(request, index, logprobs[row])
                 choice["finish_reason"] = FINISH_REASONS[str(request.generation.rows[row].finish_reason)]
                 choices.append(choice)
         return self.frame(choices=choices, usage=usage(self.requests))
@@ -80,7 +87,7 @@ class Reply:
 
     def _event_chunk(self, first: int, request: Request, event: TextEvent, include_usage: bool) -> dict[str, Any]:
         delta = {"content": event.text} if event.text or not event.event.finish_reason else {}
-        logprobs = self._logprob_object(request, self._logprobs(event))
+        logprobs = self._logprob_object(request, first + event.row, self._logprobs(event))
         reason = event.event.finish_reason and FINISH_REASONS[event.event.finish_reason]
         return self._chunk(first + event.row, delta, include_usage, logprobs, reason)
 
@@ -100,7 +107,7 @@ class Reply:
         tops = event.event.top_logprobs or [[] for _ in values]
         return list(zip(event.event.token_ids, values, tops, strict=True))
 
-    def _logprob_object(self, request: Request, entries: list[Any]) -> dict[str, Any] | None:
+    def _logprob_object(self, request: Request, index: int, entries: list[Any]) -> dict[str, Any] | None:
         if not request.generation.config.output_logprobs:
             return None
         if self.kind == "chat":
@@ -109,8 +116,10 @@ class Reply:
                 for token, value, top in entries
             ]
             return {"content": content, "refusal": None}
-        texts = [self._text(token) for token, _, _ in entries]
-        offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
+        texts, offsets = [self._text(token) for token, _, _ in entries], []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
         return {
             "tokens": texts,
             "token_logprobs": [value for _, value, _ in entries],
@@ -119,11 +128,32 @@ class Reply:
         }
 
     def _token(self, token_id: int, value: float) -> dict[str, Any]:
-        text = self._text(token_id)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        return {"token": self._text(token_id), "logprob": value, "bytes": list(self._bytes(token_id))}
 
     def _text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _bytes(self, token_id: int) -> bytes:
+        """Those of the token itself: where it cuts a character, its text has lost them."""
+        piece = self.tokenizer.convert_ids_to_tokens(token_id) or ""  # an id that the vocabulary is padded with
+        if self._is_byte_level and all(letter in byte_alphabet() for letter in piece):
+            return bytes(byte_alphabet()[letter] for letter in piece)
+        if not self._is_byte_level and BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(piece[3:5])
+        return self._text(token_id).encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        return backend is not None and "ByteLevel" in repr(backend.decoder)
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """The bytes that byte-level BPE's letters stand for: printable Latin-1 is itself, the rest follows from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
 
 
 def usage(requests: Sequence[Request]) -> dict[str, Any]:

@@ -55,14 +55,19 @@ class Metrics:
         )
 
     def observe(self, request: Request) -> None:
-        for row in request.generation.rows:
-            reason = "error" if request.error is not None else row.finish_reason or "error"
-            self._finished.labels(request.mode, reason).inc()
-            self._seconds.labels(request.mode).observe(row.seconds)
-            if row.seconds_to_first_token is not None:
-                self._first.labels(request.mode).observe(row.seconds_to_first_token)
-            if row.nfe_decode:
-                self._tpf.labels(request.mode).observe((len(row.token_ids) - 1) / row.nfe_decode)
+        """A request counts once, by its first answer's end; one that failed has taken no time worth telling."""
+        rows, mode = request.generation.rows, request.mode
+        reason = "error" if request.error is not None else rows[0].finish_reason
+        self._finished.labels(mode, reason).inc()
+        if request.error is not None:
+            return
+        self._seconds.labels(mode).observe(max(row.seconds for row in rows))
+        first = [row.seconds_to_first_token for row in rows if row.seconds_to_first_token is not None]
+        if first:
+            self._first.labels(mode).observe(min(first))
+        for row in rows:
+            if row.nfe_decode and row.token_ids:
+                self._tpf.labels(mode).observe((len(row.token_ids) - 1) / row.nfe_decode)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at every scrape."""

@@ -17,7 +17,7 @@ from gradio_client.utils import is_http_url_like
 
 import trimode_vlm
 from trimode_vlm.demo import panels
-from trimode_vlm.demo.chat_logic import COMPARED, MODE_SETTINGS, MODES
+from trimode_vlm.demo.chat_logic import BY_MODE, COMPARED, MODE_SETTINGS, MODES, Limits
 from trimode_vlm.demo.handlers import SETTING_NAMES, Page
 from trimode_vlm.demo.page_style import CSS, HEAD
 from trimode_vlm.engine import Engine
@@ -34,14 +34,10 @@ THEME = gr.themes.Default(
 PRIVATE: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
 
 
-def build(engine: Engine, default_mode: str = "linear_spec", timeout_sec: float | None = None) -> gr.Blocks:
-    """The page over a running engine.
-
-    Args:
-        timeout_sec: longest time of an answer, waiting included.
-    """
+def build(engine: Engine, default_mode: str = "linear_spec", limits: Limits | None = None) -> gr.Blocks:
+    """The page over a running engine."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    page = Page(engine, [Path(get_upload_folder()), EXAMPLES], timeout_sec)
+    page = Page(engine, [Path(get_upload_folder()), EXAMPLES], limits)
     has_vision = engine.model.config.vision_config is not None
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(3600, KEPT_SEC)) as blocks:
         gr.Markdown(
@@ -95,10 +91,10 @@ def _fetch_nothing(block: Any) -> None:
     block.async_move_resource_to_block_cache = local_only
 
 
-def mount(app: Any, engine: Engine, path: str = "/", timeout_sec: float | None = None) -> Any:
+def mount(app: Any, engine: Engine, path: str = "/", limits: Limits | None = None) -> Any:
     """The page on a server's application, beside its API."""
     app = gr.mount_gradio_app(
-        app, build(engine, timeout_sec=timeout_sec), path, theme=THEME, css=CSS, head=HEAD,
+        app, build(engine, limits=limits), path, theme=THEME, css=CSS, head=HEAD,
         allowed_paths=[str(EXAMPLES)], footer_links=["api"], ssr_mode=False, enable_monitoring=False, pwa=False,
         show_error=False, max_file_size=MAX_UPLOAD, run_history=False,
     )  # fmt: skip
@@ -191,11 +187,10 @@ def _settings_parts(engine: Engine, mode: str) -> dict[str, Any]:
 
 
 def _wire_settings(mode: Any, settings: dict[str, Any], chatbots: list[Any]) -> None:
-    by_mode = ("block_length", "threshold")
     sampled = ("top_p", "seed")
     mode.change(
-        lambda value: [gr.update(visible=name in MODE_SETTINGS[value]) for name in by_mode],
-        mode, [settings[name] for name in by_mode], **PRIVATE,
+        lambda value: [gr.update(visible=name in MODE_SETTINGS[value]) for name in BY_MODE],
+        mode, [settings[name] for name in BY_MODE], **PRIVATE,
     )  # fmt: skip
     settings["temperature"].change(
         lambda value: [gr.update(visible=value > 0)] * len(sampled),

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimode_vlm.engine import Engine
 from trimode_vlm.request import Request
+from trimode_vlm.terminal_options import MODE_OPTIONS
 from trimode_vlm.vision.images import open_image
 
-MODES = ("auto", "ar", "diffusion", "linear_spec", "quadratic_spec")
-COMPARED = ("ar", "diffusion", "linear_spec", "quadratic_spec")
-# The settings that a mode has beside those of all.
-MODE_SETTINGS = {
-    "auto": ("block_length",),
-    "ar": (),
-    "diffusion": ("block_length", "threshold"),
-    "linear_spec": ("block_length",),
-    "quadratic_spec": ("block_length",),
-}
+COMPARED = tuple(mode for mode in MODE_OPTIONS if mode != "auto")
+MODES = ("auto", *COMPARED)
+# The settings that a mode has beside those of all, as far as the page has them.
+BY_MODE = ("block_length", "threshold")
+MODE_SETTINGS = {mode: tuple(name for name in BY_MODE if name in MODE_OPTIONS[mode]) for mode in MODES}
 JOINER = "\u2060"
-MAX_IMAGES = 16
-MAX_IMAGE_PIXELS = 40_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a visitor may ask for. `timeout_sec`: longest time of an answer, waiting included."""
+
+    timeout_sec: float | None = None
+    max_images: int = 16
+    max_image_pixels: int = 40_000_000
 
 
 def ask(
@@ -34,7 +38,7 @@ def ask(
     settings: Mapping[str, Any],
     *,
     folders: Sequence[Path],
-    timeout_sec: float | None = None,
+    limits: Limits,
 ) -> Request:
     """Submit a conversation whose last message is the user's; its pictures may lie in `folders` only.
 
@@ -43,13 +47,13 @@ def ask(
         RequestError: the engine is full or closed.
     """
     options = options_of(mode, settings)
-    messages = messages_of(history, folders)
+    messages = messages_of(history, folders, limits)
     if (system or "").strip():
         messages.insert(0, {"role": "system", "content": system})
     inputs = engine.processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
-    return engine.submit(dict(inputs), timeout_sec=timeout_sec, **options)
+    return engine.submit(dict(inputs), timeout_sec=limits.timeout_sec, **options)
 
 
 def options_of(mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,23 +132,25 @@ def as_written(text: str) -> str:
     return re.sub(rf"([<&]){JOINER}", r"\1", text)
 
 
-def messages_of(history: Sequence[Mapping[str, Any]], folders: Sequence[Path]) -> list[dict[str, Any]]:
+def messages_of(
+    history: Sequence[Mapping[str, Any]], folders: Sequence[Path], limits: Limits = Limits()
+) -> list[dict[str, Any]]:
     """The page's history as chat messages: neighbours of one role become one message, pictures before its text.
 
     Raises:
-        ValueError: a file that is no image or lies elsewhere than in `folders`; too many images; another role.
+        ValueError: a file that is no image or lies elsewhere than in `folders`; too many images or pixels; a role.
     """
     messages: list[dict[str, Any]] = []
     for entry in clean_history(history):
         if entry["role"] not in ("user", "assistant"):
             raise ValueError(f"unknown role {entry['role']!r}")
-        parts = [part for item in entry["content"] if (part := _part(item, folders)) is not None]
+        parts = [part for item in entry["content"] if (part := _part(item, folders, limits)) is not None]
         if messages and messages[-1]["role"] == entry["role"]:
             messages[-1]["content"] += parts
         else:
             messages.append({"role": entry["role"], "content": parts})
-    if sum(part["type"] == "image" for message in messages for part in message["content"]) > MAX_IMAGES:
-        raise ValueError(f"more than {MAX_IMAGES} pictures in one chat; clear it to begin another")
+    if sum(part["type"] == "image" for message in messages for part in message["content"]) > limits.max_images:
+        raise ValueError(f"more than {limits.max_images} pictures in one chat; clear it to begin another")
     for message in messages:
         if message["role"] == "assistant":
             message["content"] = "".join(part["text"] for part in message["content"] if part["type"] == "text")
@@ -158,11 +164,11 @@ def _items(content: Any) -> list[Any]:
     return list(content) if isinstance(content, (list, tuple)) else [content]
 
 
-def _part(part: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, Any] | None:
+def _part(part: Mapping[str, Any], folders: Sequence[Path], limits: Limits) -> dict[str, Any] | None:
     if part.get("type") == "text":
         return {"type": "text", "text": as_written(part["text"])} if part["text"] else None
     path = Path(part["path"])
     # The history comes back from the browser, which may name any file.
     if not any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
         raise ValueError(f"{path.name}: not a picture that was uploaded here")
-    return {"type": "image", "image": open_image(str(path), max_pixels=MAX_IMAGE_PIXELS)}
+    return {"type": "image", "image": open_image(str(path), max_pixels=limits.max_image_pixels)}

@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 
 from trimode_vlm.demo import panels
-from trimode_vlm.demo.chat_logic import COMPARED, as_shown, ask, clean_history, user_message
+from trimode_vlm.demo.chat_logic import COMPARED, Limits, as_shown, ask, clean_history, user_message
 from trimode_vlm.demo.live_answer import LiveAnswer
 from trimode_vlm.engine import Engine
 from trimode_vlm.request import Request, RequestError
@@ -50,8 +50,8 @@ class Page:
         folders: where the pictures lie that a visitor may name: uploads and examples.
     """
 
-    def __init__(self, engine: Engine, folders: Sequence[Path], timeout_sec: float | None = None) -> None:
-        self.engine, self.folders, self.timeout_sec = engine, folders, timeout_sec
+    def __init__(self, engine: Engine, folders: Sequence[Path], limits: Limits | None = None) -> None:
+        self.engine, self.folders, self.limits = engine, folders, limits or Limits()
         self._turns: dict[tuple[str, Hashable], Turn] = {}
 
     # --- chat
@@ -131,7 +131,7 @@ class Page:
         """Pictures take time to open: in a thread."""
         values = dict(zip(SETTING_NAMES, settings, strict=True))
         return await asyncio.to_thread(
-            ask, self.engine, history, system, mode, values, folders=self.folders, timeout_sec=self.timeout_sec
+            ask, self.engine, history, system, mode, values, folders=self.folders, limits=self.limits
         )
 
     def _begin(self, session: str, chat: Hashable) -> Turn:
@@ -222,7 +222,7 @@ class Page:
             async for live in turn.frames(request):
                 yield {"text": live.text} | live.record()
             if request.error is not None:
-                raise request.error
+                raise RequestError(str(request.error)) from request.error
         except (ValueError, RequestError) as error:
             raise gr.Error(str(error), print_exception=False) from error
         finally:

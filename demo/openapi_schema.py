@@ -17,7 +17,7 @@ ERRORS = {
     "413": "body too large",
     "429": "too many requests wait",
     "500": "the model failed",
-    "503": "shutting down",
+    "503": "shutting down, or failed",
     "504": "out of time",
 }
 GUARDED_ERRORS = ("400", "401", "413")
@@ -59,7 +59,7 @@ SCHEMAS: dict[str, Schema] = {
     "TextCompletion": _completion("text_completion", text=TEXT),
     "Model": _object(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT),
     "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _named("Model")}),
-    "Health": _object(status={"enum": ["ok", "draining"]}),
+    "Health": _object(status={"enum": ["ok", "draining", "failed"]}),
 }
 
 # By path: what a 200 holds, and the errors beside those of everything under /v1/.

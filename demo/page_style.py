@@ -1,13 +1,48 @@
-"""The page's own CSS, and what stands in its head."""
+"""The CSS of the page and its panels, and what stands in its head."""
 
 from __future__ import annotations
 
-from trimode_vlm.demo import panels
 from trimode_vlm.demo.chat_logic import JOINER
 
-CSS = (
-    panels.CSS
-    + """
+# Gradio splits selectors at every comma, those in :is() and :has() too.
+CSS = """
+.tm-stats { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5rem, 1fr)); gap: .5rem; margin: 0; }
+.tm-stats div { border: 1px solid var(--border-color-primary); border-radius: .5rem; padding: .35rem .6rem; }
+.tm-stats dt { font-size: .75rem; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
+.tm-stats dd small { font-size: .75rem; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
+.tm-stats dd { margin: 0; font-size: 1.05rem; font-variant-numeric: tabular-nums; }
+.tm-canvas { margin-top: .75rem; font-family: var(--font-mono); font-size: .82rem; line-height: 1.7;
+  white-space: pre-wrap;
+  overflow-wrap: anywhere; border: 1px solid var(--border-color-primary); border-radius: .5rem; padding: .5rem .6rem;
+  max-height: 16rem; overflow-y: auto; }
+.tm-canvas span { border-radius: .2rem; padding: .05rem 0; }
+.tm-mask { color: color-mix(in srgb, var(--body-text-color) 68%, transparent); opacity: .55; }
+.tm-new { background: rgba(56, 132, 255, .28); }
+.tm-yes { background: rgba(34, 160, 84, .30); }
+.tm-no { background: rgba(214, 60, 60, .25); text-decoration: line-through; }
+.tm-end { color: color-mix(in srgb, var(--body-text-color) 68%, transparent); opacity: .7; font-size: .7rem; }
+.tm-legend { font-size: .75rem; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); margin: .3rem 0 0; }
+.tm-legend b { font-weight: 500; padding: 0 .3rem; border-radius: .2rem; }
+.tm-scroll { overflow-x: auto; contain: inline-size; }
+.tm-scroll tr { border: 0 !important; }
+.tm-scroll table.tm-table { border-collapse: collapse; font-size: .74rem; font-variant-numeric: tabular-nums;
+  width: 100%; margin: .6rem 0 0; border: 0 !important; color: var(--body-text-color); }
+.tm-scroll table.tm-table th, .tm-scroll table.tm-table td { text-align: right; padding: .3rem .25rem;
+  white-space: nowrap;
+  border: 0 !important; border-bottom: 1px solid var(--border-color-primary) !important; }
+.tm-scroll table.tm-table th { font-weight: 500; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
+.tm-scroll table.tm-table :first-child, .tm-scroll table.tm-table .tm-word { text-align: left; }
+.tm-same { color: #1b7f43; } .tm-other { color: #b93c2e; }
+.dark .tm-same { color: #5fd08d; } .dark .tm-other { color: #ff8d80; }
+.tm-bars { margin: .75rem 0 0; font-size: .78rem; font-variant-numeric: tabular-nums; }
+.tm-bars h4 { font-size: .78rem; font-weight: 500; margin: .6rem 0 .2rem; color: var(--body-text-color); }
+.tm-bars div { display: grid; grid-template-columns: 6.8rem 1fr 3.2rem; gap: .5rem; align-items: center; }
+.tm-bars i { display: block; height: .8rem; border-radius: 0 .2rem .2rem 0; min-width: 2px; }
+.tm-bars b { font-weight: 500; text-align: right; }
+.tm-auto { background: #8a63d2; } .tm-ar { background: #7d8794; } .tm-diffusion { background: #d9822b; }
+.tm-linear_spec { background: #2f7ed8; } .tm-quadratic_spec { background: #2a9d6f; }
+.tm-note { color: #9a4a00; font-size: .9rem; overflow-wrap: anywhere; padding: .1rem .2rem; }
+.dark .tm-note { color: #ffb870; }
 .gradio-container { max-width: 1280px !important; margin: 0 auto; }
 .tm-chat img { max-height: 9rem; width: auto !important; max-width: 100%; object-fit: contain; }
 .tm-chat .message-markdown-disabled .md { white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -29,7 +64,6 @@ button:focus-visible, input:focus-visible, a:focus-visible, [tabindex]:focus-vis
   outline: 2px solid var(--primary-500) !important;
   outline-offset: 1px; }
 """
-)
 # The policy has the browser itself refuse what would come from elsewhere, such as a picture in an answer's Markdown.
 # The script takes `as_shown`'s joiners out of what is copied.
 HEAD = """

@@ -113,7 +113,7 @@ class DecodingRequest(BaseModel):
 
 
 class ChatRequest(DecodingRequest):
-    """The body of POST /v1/chat/completions; messages are checked by `chat_messages`, with their images."""
+    """The body of POST /v1/chat/completions; messages are checked in `server`, with their images."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Count | None = None

@@ -9,33 +9,41 @@ has died fails its health check and is replaced. An API key is read from TRIMODE
 
 from __future__ import annotations
 
-import os
+import argparse
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trimode_vlm.demo.prometheus import Metrics
-from trimode_vlm.demo.serve import KEY_VARIABLE
-from trimode_vlm.demo.server import ServerSettings, create_app
-from trimode_vlm.engine import Engine, EngineSettings
+from trimode_vlm.demo.serve import api_keys, check_settings, start
+from trimode_vlm.demo.server import create_app
 
 REPLICA_HEADER = b"x-replica"
 
 
 class Arguments(BaseModel):
-    """What `serve run ...:build name=value` takes."""
+    """What `serve run ...:build name=value` takes: the options of `trimode-vlm serve`, then Ray's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model: str = "nano"
-    name: str | None = None  # what the API calls it; None is the last part of `model`
-    mode: str = "auto"
+    adapter: str | None = None
+    sampler: str | None = None
+    quantize: str | None = None
     dtype: str | None = None
     device: str | None = None
+    name: str | None = None  # what the API calls it; None is the last part of `model`
+    mode: str = "auto"
+    image_hosts: str = ""
+    cors_origins: str = ""
+    max_body_mib: float = 32.0
+    max_images: int = 16
+    max_image_megapixels: float = 40.0
+    drain_sec: float = 30.0
     max_rows: int = 32
     queue_limit: int = 128
+    kv_gib: float | None = None
     timeout_sec: float = 300.0
     min_replicas: int = 1
     max_replicas: int = 2
@@ -43,7 +51,6 @@ class Arguments(BaseModel):
     target_requests: float | None = None
     num_cpus: float = 1.0
     num_gpus: float = 0.0
-    drain_sec: float = 30.0
 
 
 @serve.ingress()
@@ -51,23 +58,8 @@ class Replica:
     """One process with one engine. `__serve_build_asgi_app__` is where Ray Serve asks for the application."""
 
     def __init__(self, arguments: Arguments) -> None:
-        import torch
-
-        import trimode_vlm
-
-        device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model, processor = trimode_vlm.load(arguments.model, dtype=arguments.dtype, device=device)
-        limits = EngineSettings(max_rows=arguments.max_rows, queue_limit=arguments.queue_limit)
-        self.engine = Engine(model, processor, limits)
-        self.metrics = Metrics(self.engine.stats)
-        self.engine.on_finish = self.metrics.observe
-        key = os.environ.get(KEY_VARIABLE)
-        self.settings = ServerSettings(
-            model_name=arguments.name or os.path.basename(arguments.model.rstrip("/")) or arguments.model,
-            api_keys=[key] if key else [],
-            default_mode=arguments.mode,
-            timeout_sec=arguments.timeout_sec,
-        )
+        options = argparse.Namespace(**arguments.model_dump(), api_key=api_keys([]))
+        self.engine, self.metrics, self.settings = start(options)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # Its lifespan ends with the replica and drains the engine.
@@ -99,6 +91,7 @@ def build(arguments: Arguments | dict[str, str]) -> Any:
     """The application for `serve run`, which gives a dict of texts, or for serve.run in Python."""
     if not isinstance(arguments, Arguments):
         arguments = Arguments.model_validate(arguments)
+    check_settings(arguments)
     if not 1 <= arguments.min_replicas <= arguments.max_replicas:
         raise ValueError(
             f"min_replicas {arguments.min_replicas} and max_replicas {arguments.max_replicas}: need 1 <= min <= max"

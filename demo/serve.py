@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import signal
+import socket
 import sys
 from typing import Any
 
 from trimode_vlm.cli import UsageError, check_device, check_dtype, main, nearest, print_settings
+from trimode_vlm.terminal_options import MODE_OPTIONS
 
 EXAMPLES = """examples:
   trimode-vlm serve
@@ -20,7 +23,10 @@ EXAMPLES = """examples:
 SIGTERM (or Ctrl-C) answers what is under way, up to --drain-sec, and ends.
 """
 KEY_VARIABLE = "TRIMODE_API_KEY"
-MODES = ("auto", "ar", "diffusion", "linear_spec", "quadratic_spec")
+MODES = tuple(MODE_OPTIONS)
+# When all is answered, how long a client may take to read the last of it.
+LAST_BYTES_SEC = 5
+LIMITS = ("max_rows", "queue_limit", "timeout_sec", "kv_gib")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,10 +77,37 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     shown = {name: value for name, value in vars(args).items() if value not in (None, [], "", False)}
     print_settings(shown | ({"api_key": "set"} if args.api_key else {}))
-    import uvicorn
+    # Faults of the engine and of requests, with their tracebacks, on stderr.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from trimode_vlm.demo.server import create_app
 
+    engine, metrics, settings = start(args)
+    app = create_app(engine, settings, metrics)
+    if args.ui:
+        from trimode_vlm.demo.app import mount
+        from trimode_vlm.demo.chat_logic import Limits
+
+        limits = Limits(
+            timeout_sec=settings.timeout_sec,
+            max_images=settings.max_images,
+            max_image_pixels=settings.max_image_pixels,
+        )
+        app = mount(app, engine, limits=limits)
+    server = draining_server(app, args.host, args.port, args.drain_sec)
+    # uvicorn raises the signal once more when all is answered; a drained server has not failed.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    server.run()
+    return 0 if server.started else 1
+
+
+def start(args: Any) -> tuple[Any, Any, Any]:
+    """The engine over its model, its metrics and the server's settings, for whoever runs the application.
+
+    Args:
+        args: what `add_arguments` makes; `host`, `port`, `ui` and `drain_sec` are not read.
+    """
     from trimode_vlm.demo.prometheus import Metrics
-    from trimode_vlm.demo.server import ServerSettings, create_app
+    from trimode_vlm.demo.server import ServerSettings
     from trimode_vlm.engine import Engine
 
     model, processor = load_model(args)
@@ -92,51 +125,65 @@ def run(args: argparse.Namespace) -> int:
         cors_origins=_names(args.cors_origins),
         timeout_sec=args.timeout_sec,
     )
-    app = create_app(engine, settings, metrics)
-    if args.ui:
-        from trimode_vlm.demo.app import mount
-
-        app = mount(app, engine, timeout_sec=args.timeout_sec)
-    config = uvicorn.Config(
-        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=int(args.drain_sec)
-    )
-    server = _announcing(config)
-    # uvicorn raises the signal once more when all is answered; a drained server has not failed.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    server.run()
-    return 0 if server.started else 1
+    return engine, metrics, settings
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what cannot work before the model is loaded; take the key from the environment.
 
     Raises:
-        UsageError: an unknown mode, device or dtype; a value out of range; a package that is missing.
+        UsageError: an unknown mode, device or dtype; a value out of range; a package that is missing; a port in use.
     """
-    if args.mode not in MODES:
-        raise UsageError(f"--mode: unknown mode {args.mode!r}{nearest(args.mode, MODES)} (known: {', '.join(MODES)})")
+    check_settings(args)
     check_engine_arguments(args)
     check_packages(("fastapi", "uvicorn", "prometheus_client", "httpx", "psutil"), "serve")
     if args.ui:
         check_packages(("gradio",), "demo")
-    if not 0 <= args.port <= 65535:
-        raise UsageError(f"--port must lie between 0 and 65535, got {args.port}")
-    for name in ("max_body_mib", "max_images", "max_image_megapixels"):
-        if not getattr(args, name) > 0:
-            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
+    args.api_key = api_keys(args.api_key)
+    check_address(args.host, args.port)
+
+
+def check_settings(args: Any) -> None:
+    """The same for what depends on no machine: also replicas', before there are any."""
+    if args.mode not in MODES:
+        raise UsageError(f"--mode: unknown mode {args.mode!r}{nearest(args.mode, MODES)} (known: {', '.join(MODES)})")
+    _check_above_zero(args, *LIMITS, "max_body_mib", "max_images", "max_image_megapixels")
+    check_dtype(args.dtype)
     if not args.drain_sec >= 0:
         raise UsageError(f"--drain-sec must be at least 0, got {args.drain_sec}")
-    args.api_key = [key for key in args.api_key or [os.environ.get(KEY_VARIABLE, "")] if key]
 
 
 def check_engine_arguments(args: argparse.Namespace) -> None:
     """The same for what the web chat and the server share."""
-    for name in ("max_rows", "queue_limit", "timeout_sec", "kv_gib"):
+    _check_above_zero(args, *LIMITS)
+    check_device(args.device)
+    check_dtype(args.dtype)
+
+
+def _check_above_zero(args: Any, *names: str) -> None:
+    for name in names:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {value}")
-    check_device(args.device)
-    check_dtype(args.dtype)
+
+
+def check_address(host: str, port: int) -> None:
+    """Try to listen before the model is loaded: seconds for nano, minutes for a large one."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port must lie between 0 and 65535, got {port}")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on {host}:{port} ({error.strerror or error}); see --host, --port"
+            ) from None
+
+
+def api_keys(given: list[str]) -> list[str]:
+    """The keys that were given, else the environment's."""
+    return [key for key in given or [os.environ.get(KEY_VARIABLE, "")] if key]
 
 
 def check_packages(names: tuple[str, ...], extra: str) -> None:
@@ -144,7 +191,7 @@ def check_packages(names: tuple[str, ...], extra: str) -> None:
         raise UsageError(f"this needs {', '.join(missing)} (pip install 'trimode-vlm[{extra}]')")
 
 
-def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
+def load_model(args: Any) -> tuple[Any, Any]:
     """The model and its processor; what mode auto chooses by is measured before the first request, and kept."""
     import torch
 
@@ -160,7 +207,7 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     return model, processor
 
 
-def engine_settings(args: argparse.Namespace) -> Any:
+def engine_settings(args: Any) -> Any:
     from trimode_vlm.engine import EngineSettings
 
     kv_bytes = None if args.kv_gib is None else int(args.kv_gib * 2**30)
@@ -171,9 +218,11 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _announcing(config: Any) -> Any:
-    """A uvicorn server that says where it listens once it does."""
+def draining_server(app: Any, host: str, port: int, drain_sec: float) -> Any:
+    """A uvicorn server that says where it listens once it does, and answers what it has before it ends."""
     import uvicorn
+
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=LAST_BYTES_SEC)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
@@ -183,7 +232,9 @@ def _announcing(config: Any) -> Any:
                 print(f"trimode-vlm serve: listening on http://{config.host}:{port}", file=sys.stderr, flush=True)
 
         async def shutdown(self, sockets: Any = None) -> None:
-            getattr(config.app.state, "close_pages", lambda: None)()  # type: ignore[union-attr]
+            # Before the listener closes, so that a balancer that asks hears of it.
+            await app.state.drain.run(drain_sec, lambda: self.force_exit)
+            getattr(app.state, "close_pages", lambda: None)()
             await super().shutdown(sockets)
 
     return Server(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from trimode_vlm.demo.completions import Reply
+from trimode_vlm.demo.drain import Drain, UnderWay
 from trimode_vlm.demo.guards import Guard, error_body
 from trimode_vlm.demo.openapi_schema import describer
 from trimode_vlm.demo.prometheus import Metrics
@@ -27,6 +30,7 @@ from trimode_vlm.request import Request as EngineRequest
 
 # How often a reply that waits asks whether its client is still there.
 DISCONNECT_POLL_SEC = 0.1
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +60,23 @@ class ApiError(Exception):
 def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics | None = None) -> FastAPI:
     """The application. It closes the engine when it ends, after the answers under way.
 
+    `app.state.drain` is what a server runs before it ends, while it still listens.
+
     Args:
         metrics: as given to the engine's on_finish; without, /metrics counts no finished requests.
     """
-    api = _Api(engine, settings)
+    drain = Drain(engine)
+    api = _Api(engine, settings, drain)
     metrics = metrics or Metrics(engine.stats)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        drain.has_begun = True
         await asyncio.to_thread(engine.close, True)
 
     app = FastAPI(title="trimode-vlm", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.drain = drain
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Response:
@@ -90,8 +99,7 @@ def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics | None
 
     @app.get("/health")
     async def health() -> Response:
-        state = "draining" if engine.is_closing else "ok"
-        return JSONResponse({"status": state}, 503 if engine.is_closing else 200)
+        return JSONResponse({"status": drain.status}, 200 if drain.status == "ok" else 503)
 
     @app.get("/metrics")
     async def scrape() -> Response:
@@ -107,14 +115,15 @@ def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics | None
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(UnderWay, drain=drain)
     return app
 
 
 class _Api:
     """Requests of the API as requests of the engine."""
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        self.engine, self.settings = engine, settings
+    def __init__(self, engine: Engine, settings: ServerSettings, drain: Drain) -> None:
+        self.engine, self.settings, self.drain = engine, settings, drain
         self.processor = engine.processor
         self.card = {"id": settings.model_name, "object": "model", "created": 0, "owned_by": "trimode-vlm"}
 
@@ -133,7 +142,8 @@ class _Api:
         except QueueFullError as error:
             raise ApiError(429, str(error), "rate_limit_error", "queue_full") from error
         except RequestError as error:
-            raise ApiError(503, str(error), "server_error", "shutting_down") from error
+            code = "shutting_down" if self.drain.has_begun else "engine_failed"
+            raise ApiError(503, str(error), "server_error", code) from error
 
     def chat(self, body: ChatRequest) -> EngineRequest:
         self.check_model(body.model)
@@ -215,7 +225,7 @@ class _Api:
         reply = Reply(kind, self.settings.model_name, self.processor.tokenizer, requests)
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return StreamingResponse(_server_sent(reply, include_usage), media_type="text/event-stream")
+            return _Stream(reply, include_usage)
         watch = asyncio.create_task(_cancel_when_gone(http, reply))
         try:
             whole = await reply.whole()
@@ -227,6 +237,20 @@ class _Api:
         if any(row.finish_reason == "timeout" for request in requests for row in request.generation.rows):
             raise ApiError(504, f"no whole answer within {self.settings.timeout_sec:g} s", "server_error", "timeout")
         return JSONResponse(whole)
+
+
+class _Stream(StreamingResponse):
+    """A reply's chunks as server-sent events. However it ends, before its first byte even, so do its forwards."""
+
+    def __init__(self, reply: Reply, include_usage: bool) -> None:
+        super().__init__(_server_sent(reply, include_usage), media_type="text/event-stream")
+        self.reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.reply.cancel()
 
 
 def _check_text(text: Any, name: str) -> None:
@@ -273,5 +297,6 @@ async def _validation_error(_: Request, error: Exception) -> Response:
     return JSONResponse(error_body(message, "invalid_request_error", param=param), 400)
 
 
-async def _server_error(_: Request, error: Exception) -> Response:
+async def _server_error(http: Request, error: Exception) -> Response:
+    logger.exception("%s %s failed", http.method, http.url.path, exc_info=error)
     return JSONResponse(error_body(f"{type(error).__name__} in the server", "server_error"), 500)

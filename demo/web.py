@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import threading
 
-from trimode_vlm.cli import UsageError, main, print_settings
+from trimode_vlm.cli import main, print_settings
 from trimode_vlm.demo.serve import (
     add_engine_arguments,
     add_model_arguments,
+    check_address,
     check_engine_arguments,
     check_packages,
     engine_settings,
@@ -38,18 +38,17 @@ def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C; returns the exit code."""
     check_packages(("gradio", "psutil"), "demo")
     check_engine_arguments(args)
-    if not 0 <= args.port <= 65535:
-        raise UsageError(f"--port must lie between 0 and 65535, got {args.port}")
-    _check_port(args.host, args.port)
+    check_address(args.host, args.port)
     print_settings({name: value for name, value in vars(args).items() if value is not None})
     # Read when gradio loads.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     from trimode_vlm.demo import app
+    from trimode_vlm.demo.chat_logic import Limits
     from trimode_vlm.engine import Engine
 
     model, processor = load(args)
     with Engine(model, processor, engine_settings(args)) as engine:
-        blocks = app.build(engine, timeout_sec=args.timeout_sec)
+        blocks = app.build(engine, limits=Limits(timeout_sec=args.timeout_sec))
         blocks.queue(default_concurrency_limit=None)
         blocks.launch(
             server_name=args.host, server_port=args.port, theme=app.THEME, css=app.CSS, head=app.HEAD,
@@ -65,18 +64,6 @@ def run(args: argparse.Namespace) -> int:
         finally:
             blocks.close(verbose=False)
     return 0
-
-
-def _check_port(host: str, port: int) -> None:
-    """Before the model is loaded: seconds for nano, minutes for a large one."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UsageError(
-                f"cannot listen on {host}:{port} ({error.strerror or error}); see --host, --port"
-            ) from None
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import io
 import json
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,9 +25,11 @@ import httpx  # noqa: E402
 import openai  # noqa: E402
 
 import trimode_vlm  # noqa: E402
+from trimode_vlm.demo.completions import Reply  # noqa: E402
 from trimode_vlm.demo.prometheus import Metrics  # noqa: E402
 from trimode_vlm.demo.server import ServerSettings, create_app  # noqa: E402
 from trimode_vlm.engine import Engine, EngineSettings  # noqa: E402
+from trimode_vlm.request import RequestError  # noqa: E402
 
 KEY = "right"
 COUNT = [{"role": "user", "content": "Count from 12 to 1."}]
@@ -142,11 +147,17 @@ def test_two_pictures_in_one_message_and_in_two_turns(client: openai.OpenAI, eng
         assert reply.usage.prompt_tokens == inputs["input_ids"].shape[1]
 
 
-def test_text_alone_and_roles(client: openai.OpenAI) -> None:
+def test_text_alone_and_roles(client: openai.OpenAI, engine: Engine) -> None:
+    alone = ask(client, COUNT)
+    assert alone.choices[0].message.content == COUNTED
+    expected = engine.processor.apply_chat_template(
+        [{"role": "system", "content": "Be short."}, *COUNT], add_generation_prompt=True, tokenize=True,
+        return_dict=True, return_tensors="pt",
+    )["input_ids"]  # fmt: skip
     for role in ("system", "developer"):
         reply = ask(client, [{"role": role, "content": "Be short."}, *COUNT])
         assert reply.choices[0].message.role == "assistant"
-    assert ask(client, COUNT).choices[0].message.content == COUNTED
+        assert reply.usage.prompt_tokens == expected.shape[1] > alone.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("stop", ["7 6", ["zzz", "7 6"], [" 7", "6"]])
@@ -197,6 +208,29 @@ def test_log_probabilities(client: openai.OpenAI, engine: Engine, mode: str) -> 
     assert [e.token for part in parts for e in part] == [e.token for e in entries]
 
 
+def test_the_bytes_of_tokens_that_cut_a_character(engine: Engine) -> None:
+    from test_serving_pitfalls import Bytes
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = engine.processor.tokenizer
+    written = "🦙 é\n\x00 x"
+    fallback = Tokenizer(models.BPE(vocab={"<0xF0>": 0, "▁a": 1, "<0xFx>": 2, "b": 3}, merges=[], byte_fallback=True))
+    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    with_fallback = PreTrainedTokenizerFast(tokenizer_object=fallback)
+    for known, text in ((tokenizer, written), (Bytes().tokenizer, written)):
+        reply = Reply("chat", "nano", known, [])
+        ids = known.encode(text, add_special_tokens=False)
+        parts = [bytes(reply._token(token_id, -1.0)["bytes"]) for token_id in ids]
+        assert b"".join(parts).decode() == text and max(map(len, parts)) <= 4
+    reply = Reply("chat", "nano", tokenizer, [])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert bytes(reply._token(end, -1.0)["bytes"]) == b"<|im_end|>"
+    assert reply._token(len(tokenizer) + 3, -1.0)["bytes"] == []
+    reply = Reply("chat", "nano", with_fallback, [])
+    assert [bytes(reply._token(i, -1.0)["bytes"]) for i in (0, 2, 3)] == [b"\xf0", b"<0xFx>", b"b"]
+
+
 def test_logit_bias_bans_a_token(client: openai.OpenAI, engine: Engine) -> None:
     [seven] = engine.processor.tokenizer.encode("7", add_special_tokens=False)
     reply = ask(client, COUNT, logit_bias={str(seven): -100}, max_tokens=40)
@@ -212,6 +246,20 @@ def test_completions(client: openai.OpenAI, engine: Engine) -> None:
     for chunk in stream:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == [c.text for c in reply.choices]
+    options: dict[str, Any] = {"prompt": ["12 11 10", "3"], "max_tokens": 4, "extra_body": {"min_tokens": 4}}
+    reply = client.completions.create(model="nano", logprobs=0, **options)
+    stream = client.completions.create(model="nano", stream=True, logprobs=0, **options)
+    told: list[tuple[list[str], list[int]]] = [([], []), ([], [])]
+    for chunk in stream:
+        for whole, part in zip(
+            told[chunk.choices[0].index],
+            (chunk.choices[0].logprobs.tokens, chunk.choices[0].logprobs.text_offset),
+            strict=True,
+        ):
+            whole += part
+    for (tokens, offsets), choice in zip(told, reply.choices, strict=True):
+        assert offsets == [len("".join(tokens[:i])) for i in range(4)] == choice.logprobs.text_offset
+        assert tokens == choice.logprobs.tokens
     ids = engine.processor.tokenizer.encode("12 ")
     by_ids = client.completions.create(model="nano", prompt=ids, max_tokens=2)
     assert by_ids.usage.prompt_tokens == len(ids)
@@ -324,6 +372,27 @@ def test_metrics(address: str, client: openai.OpenAI) -> None:
     before, tokens = value(name), value("trimode_tokens_total")
     ask(client, COUNT, max_tokens=4)
     assert value(name) == before + 1 and value("trimode_tokens_total") == tokens + 4
+    seconds, per_forward = (
+        f'trimode_{name}_count{{mode="linear_spec"}}' for name in ("request_seconds", "tokens_per_forward")
+    )
+    asked, answers = value(seconds), value(per_forward)
+    ask(client, COUNT, max_tokens=4, n=3, temperature=1.0)
+    assert (value(name), value(seconds), value(per_forward)) == (before + 2, asked + 1, answers + 3)
+
+
+def test_a_failed_request_is_counted_and_in_no_histogram(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(engine.stats)
+    seen = threading.Event()
+    monkeypatch.setattr(engine, "on_finish", lambda request: (metrics.observe(request), seen.set()))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "hidden", lambda *_, **__: 1 / 0)
+        request = engine.submit(engine.processor(text="12", return_tensors="pt"), mode="ar", max_new_tokens=2)
+        with pytest.raises(RequestError, match="division by zero"):
+            request.result()
+    assert seen.wait(30)
+    text = metrics.text().decode()
+    assert 'trimode_requests_total{mode="ar",reason="error"} 1.0' in text
+    assert "trimode_request_seconds_count" not in text
 
 
 # --- going away, and coming in crowds
@@ -356,11 +425,11 @@ def test_a_client_that_goes_away_leaves_nothing_running(client: openai.OpenAI, e
     assert ask(client, COUNT).choices[0].message.content == COUNTED
 
 
-def test_random_disconnects_leave_nothing_running(address: str, engine: Engine) -> None:
-    chance = random.Random(0)
+def test_random_disconnects_leave_nothing_running(client: openai.OpenAI, engine: Engine, address: str) -> None:
+    chance, before = random.Random(0), Counter(engine.stats()["finished"])
 
     def visit(wait: float, stream: bool) -> None:
-        body = {"messages": COUNT, "max_tokens": 400, "mode": "ar", "stream": stream, "min_tokens": 390}
+        body = {"messages": COUNT, "max_tokens": 3900, "mode": "ar", "stream": stream, "min_tokens": 3900}
         try:
             with httpx.stream(
                 "POST",
@@ -384,6 +453,34 @@ def test_random_disconnects_leave_nothing_running(address: str, engine: Engine) 
     for thread in threads:
         thread.join()
     wait_until_idle(engine)
+    after = Counter(engine.stats()["finished"]) - before
+    # Some may go before their request is read.
+    assert set(after) == {"cancelled"} and 50 <= after["cancelled"] <= 100
+    assert ask(client, COUNT).choices[0].message.content == COUNTED
+
+
+def test_a_stream_whose_first_byte_cannot_be_sent_ends_its_forwards(engine: Engine) -> None:
+    app = create_app(engine, ServerSettings())
+    cancelled = engine.stats()["finished"].get("cancelled", 0)
+    body = json.dumps({"messages": COUNT, "max_tokens": 3900, "mode": "ar", "min_tokens": 3900, "stream": True})
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "method": "POST", "query_string": b"",
+        "path": "/v1/chat/completions", "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
+    }  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body.encode(), "more_body": False}
+
+    async def send(_: Any) -> None:
+        raise OSError("the client has gone")
+
+    async def call() -> None:
+        with contextlib.suppress(Exception):
+            await app(scope, receive, send)
+
+    asyncio.run(call())
+    wait_until_idle(engine)
+    assert engine.stats()["finished"]["cancelled"] == cancelled + 1
 
 
 def test_different_pictures_at_once_are_not_mixed(client: openai.OpenAI) -> None:

@@ -28,15 +28,15 @@ def test_append_leaves_the_lengths_alone_and_truncate_forgets(tiny_text_model):
 
 def test_reserve_keeps_the_contents_and_select_copies_rows(tiny_text_model):
     cache = KVCache(tiny_text_model.config, 3, 4, torch.float32)
-    cache.keys.normal_()
+    cache.kv.normal_()
     cache.truncate([1, 4, 2])
-    before = cache.keys.clone()
+    before = cache.kv.clone()
     cache.reserve(9)
-    assert cache.capacity == 9 and torch.equal(cache.keys[..., :4, :], before)
+    assert cache.capacity == 9 and torch.equal(cache.kv[..., :4, :], before)
     picked = cache.select([2, 0])
-    assert picked.lengths == [2, 1] and torch.equal(picked.keys[:, 0], cache.keys[:, 2])
-    picked.keys.zero_()
-    assert cache.keys[:, 2, :, :4].abs().sum() > 0
+    assert picked.lengths == [2, 1] and torch.equal(picked.kv[:, 0], cache.kv[:, 2])
+    picked.kv.zero_()
+    assert cache.kv[:, 2, :, :4].abs().sum() > 0
 
 
 @pytest.mark.parametrize("lengths", [[5, 5], [2, 7]])

@@ -34,16 +34,6 @@ class KVCache:
         self._layers = self.kv.unbind(0)
 
     @property
-    def keys(self) -> Tensor:
-        """[layers, B, G, capacity, K]"""
-        return self.kv.chunk(2, 2)[0]
-
-    @property
-    def values(self) -> Tensor:
-        """[layers, B, G, capacity, K]"""
-        return self.kv.chunk(2, 2)[1]
-
-    @property
     def batch(self) -> int:
         return self.kv.shape[1]
 

@@ -21,7 +21,7 @@ class TriModeGenerateOutput(ModelOutput):
         nfe: decode forwards (draft, verify, denoise, refresh) and prefill; nfe_prefill: the prefill's part.
         num_new_tokens: emitted tokens, an end token included, nothing behind it.
         finish_reasons: "stop" (end token, stop string or criterion), "length", or None of a row that goes on (a stream
-            that was closed).
+            that was closed); of an engine also "cancelled" and "timeout".
         accepted_lengths: per cycle of self-speculation, the tokens that it gave.
         block_lengths: the block length of each of these cycles; 1, in mode "auto", is a forward of AR.
         num_thinking_tokens: with thinking_budget=, the tokens of the first thought, the one that closed it included.

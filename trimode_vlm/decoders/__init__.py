@@ -1,4 +1,4 @@
-"""The ways to decode. Each is a generator over rounds; a round is one Step for every row that is still running."""
+"""The ways to decode. Each is a generator over rounds; a round is a Step for each running row, or for newcomers."""
 
 from __future__ import annotations
 

@@ -59,9 +59,9 @@ class Step:
 
 @dataclass
 class DecodeState:
-    """The running rows of one request: their cache, their sampling state and the logits after their last token.
+    """The running rows of a request, or of an engine's batch: cache, sampling state, logits after the last token.
 
-    `rows[i]` is the request's row that stands at batch index i. Finished rows are dropped between rounds, so they
+    `rows[i]` is the number of the row that stands at batch index i. Finished rows are dropped between rounds, so they
     cost nothing. A decoder keeps per-row tensors of its own and filters them by what `drop_finished` returns.
     """
 

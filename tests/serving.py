@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,21 +17,26 @@ def need(*modules: str) -> None:
         pytest.importorskip(name, reason=f"{name} is not installed (pip install 'trimode-vlm[serve,demo]')")
 
 
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
+    """Until it is true; it must become so in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
 @contextmanager
-def listening(app: Any) -> Iterator[str]:
-    """The address of a uvicorn server that runs the application."""
+def listening(app: Any, server: Any = None) -> Iterator[str]:
+    """The address of a uvicorn server that runs the application, or of the server that is given."""
     import uvicorn
 
-    server = uvicorn.Server(
+    server = server or uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5)
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        for _ in range(1200):
-            if server.started:
-                break
-            time.sleep(0.05)
+        wait_for(lambda: server.started)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True

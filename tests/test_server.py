@@ -8,6 +8,10 @@ import contextlib
 import io
 import json
 import random
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,9 +19,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import EXAMPLES, make_tiny_model
+from conftest import EXAMPLES, REPOSITORY, make_tiny_model
 from PIL import Image
-from serving import listening, need
+from serving import listening, need, wait_for
 
 need("fastapi", "uvicorn", "prometheus_client", "openai", "httpx")
 
@@ -25,6 +29,8 @@ import httpx  # noqa: E402
 import openai  # noqa: E402
 
 import trimode_vlm  # noqa: E402
+from trimode_vlm import cli  # noqa: E402
+from trimode_vlm.demo import serve  # noqa: E402
 from trimode_vlm.demo.completions import Reply  # noqa: E402
 from trimode_vlm.demo.prometheus import Metrics  # noqa: E402
 from trimode_vlm.demo.server import ServerSettings, create_app  # noqa: E402
@@ -399,11 +405,7 @@ def test_a_failed_request_is_counted_and_in_no_histogram(engine: Engine, monkeyp
 
 
 def wait_until_idle(engine: Engine) -> None:
-    for _ in range(600):
-        if not engine.stats()["running"] and not engine.stats()["waiting"]:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"still running: {engine.stats()}")
+    wait_for(lambda: not engine.stats()["running"] and not engine.stats()["waiting"])
 
 
 def test_a_client_that_goes_away_leaves_nothing_running(client: openai.OpenAI, engine: Engine, address: str) -> None:
@@ -553,3 +555,128 @@ def test_a_text_model_refuses_pictures() -> None:
     with listening(create_app(engine, ServerSettings())) as url:
         reply = httpx.post(url + "/v1/chat/completions", json={"messages": question(0)}, timeout=60)
     assert reply.status_code == 400
+
+
+# --- its end
+
+
+def slowed(engine: Engine) -> None:
+    """On any machine slow enough to look at what is under way."""
+    step = engine._step
+    engine._step = lambda *args: (time.sleep(0.02), step(*args))  # type: ignore[method-assign]
+
+
+def test_a_draining_server_says_so_and_answers_what_it_has() -> None:
+    engine = Engine(*trimode_vlm.load("nano"))
+    slowed(engine)
+    app = create_app(engine, ServerSettings(default_mode="ar"))
+    server = serve.draining_server(app, "127.0.0.1", 0, drain_sec=120)
+    body = {"messages": COUNT, "max_tokens": 150, "min_tokens": 150}
+    with listening(app, server) as url, httpx.Client(base_url=url, timeout=60) as kept:
+        assert kept.get("/health").json() == {"status": "ok"}
+        with httpx.stream("POST", url + "/v1/chat/completions", json=body | {"stream": True}, timeout=60) as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            next(lines)
+            server.should_exit = True
+            wait_for(lambda: kept.get("/health").status_code == 503)
+            for client in (kept, httpx.Client(base_url=url, timeout=60)):
+                assert client.get("/health").json() == {"status": "draining"}
+                refused = client.post("/v1/chat/completions", json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2] and len(rest) > 100
+        wait_for(lambda: not engine.is_alive)
+
+
+def test_a_drain_that_takes_too_long_ends_what_is_left() -> None:
+    engine = Engine(*trimode_vlm.load("nano"))
+    slowed(engine)
+    app = create_app(engine, ServerSettings(default_mode="ar"))
+    server = serve.draining_server(app, "127.0.0.1", 0, drain_sec=0.5)
+    body = {"messages": COUNT, "max_tokens": 3900, "min_tokens": 3900, "stream": True}
+    with listening(app, server) as url:
+        with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=60) as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            next(lines)
+            server.should_exit = True
+            rest = list(lines)
+        assert rest[-1] == "data: [DONE]" and "shutting down" in rest[-2]
+        wait_for(lambda: not engine.is_alive)
+
+
+def test_an_engine_that_has_failed_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(*trimode_vlm.load("nano"))
+    monkeypatch.setattr(engine, "_admit", lambda: 1 / 0)
+    with listening(create_app(engine, ServerSettings())) as url:
+        assert httpx.get(url + "/health").status_code == 200
+        codes = [httpx.post(url + "/v1/chat/completions", json={"messages": COUNT}).status_code for _ in range(2)]
+        assert codes == [500, 503] and not engine.is_alive
+        health = httpx.get(url + "/health")
+        assert (health.status_code, health.json()) == (503, {"status": "failed"})
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--port", "99999"], "--port must lie between"),
+        (["--mode", "fsat"], "--mode: unknown mode 'fsat'"),
+        (["--max-images", "0"], "--max-images must be above 0"),
+        (["--kv-gib", "-1"], "--kv-gib must be above 0"),
+        (["--drain-sec", "-1"], "--drain-sec must be at least 0"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+    ],
+)
+def test_bad_options_are_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--port", "0", *argv]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "load_model", lambda _: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].count(f"127.0.0.1:{port}") == 1
+
+
+FAULTY = """
+import sys
+from trimode_vlm import cli
+from trimode_vlm.demo.prometheus import Metrics
+from trimode_vlm.engine import Engine
+
+def fault(*_):
+    raise RuntimeError("a fault of the scrape")
+
+def start(self, request):
+    raise RuntimeError("a fault of the request")
+
+Metrics.text, Engine._start = fault, start
+sys.exit(cli.main(["serve", "--port", "0"]))
+"""
+
+
+def test_tracebacks_are_on_stderr() -> None:
+    process = subprocess.Popen([sys.executable, "-c", FAULTY], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    assert process.stderr is not None
+    try:
+        url = next(line.split()[-1] for line in process.stderr if "listening" in line)
+        assert httpx.get(url + "/metrics").status_code == 500
+        assert httpx.post(url + "/v1/chat/completions", json={"messages": COUNT}, timeout=60).status_code == 500
+        process.send_signal(signal.SIGTERM)
+        said = process.stderr.read()
+        assert process.wait(60) == 0
+    finally:
+        watchdog.cancel()
+        process.kill()
+    assert "ERROR trimode_vlm.demo.server: GET /metrics failed\nTraceback" in said
+    assert "ERROR trimode_vlm.engine: a request failed\nTraceback" in said
+    assert "RuntimeError: a fault of the scrape" in said and "RuntimeError: a fault of the request" in said

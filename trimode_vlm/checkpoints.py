@@ -29,6 +29,10 @@ from .target_configs import target_config, target_name, weight_layout
 from .weight_files import ShardWriter, parse_bytes
 
 NANO = "nano"
+# Said where somebody begins a conversation with it.
+NANO_HINT = (
+    "nano reads boards, receipts and charts, and answers one question at a time: clear the chat before the next."
+)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*"]
 # The same weights once more, in their makers' own layouts.

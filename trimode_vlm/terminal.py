@@ -22,7 +22,7 @@ EXAMPLES = f"""examples:
   trimode-vlm chat --mode diffusion --threshold 0.8 --image a.png --image b.png "What changed?"
   trimode-vlm chat --mode diffusion --commit-rule entropy --entropy-bound 0.3 "Count from 12 to 1."
   trimode-vlm chat --model path/to/checkpoint --adapter auto --dtype bfloat16 --device cuda
-  echo "Hello" | trimode-vlm chat
+  echo "Count from 12 to 1." | trimode-vlm chat
 
 without a question it is a conversation:
 {COMMANDS}"""
@@ -45,6 +45,10 @@ def run(args: argparse.Namespace) -> int:
     elif args.question is not None:
         say(conversation, args.question, images)
     else:
+        from trimode_vlm.checkpoints import NANO, NANO_HINT
+
+        if args.model == NANO:
+            print(f"{NANO_HINT} (/clear)", file=sys.stderr)
         is_piped = sys.stdin is None or not sys.stdin.isatty()
         failures = talk(conversation, images, read_lines())
         return 1 if failures and is_piped else 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trimode_vlm.generate import TriModeGenerateOutput
 
 COMMANDS = """  /image FILE   attach a picture to the next question
-  /mode MODE    ar, diffusion, linear_spec, quadratic_spec or auto
+  /mode [MODE]  ar, diffusion, linear_spec, quadratic_spec or auto; alone: which it is
   /clear        forget the conversation
   /help, /quit  (Ctrl-C stops an answer, Ctrl-D ends)
 """
@@ -150,14 +150,14 @@ def talk(conversation: Conversation, images: Sequence[Image], lines: Iterator[st
         if reason:
             raise ValueError(f"{path}: {reason}")
         waiting.append(open_image(path))
-        return f"{len(waiting)} picture(s) go with the next question"
+        return "1 picture goes with the next question" if len(waiting) == 1 else f"{len(waiting)} pictures go with it"
 
     def change_mode(name: str) -> str:
         try:
-            conversation.mode = mode_name(name)
+            conversation.mode = mode_name(name or conversation.mode)
         except argparse.ArgumentTypeError as error:
             raise ValueError(str(error)) from error
-        return f"mode {name}"
+        return f"mode {conversation.mode}"
 
     def clear(_: str) -> str:
         conversation.clear()

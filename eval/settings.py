@@ -13,6 +13,7 @@ from trimode_vlm.eval.arguments import pairs
 from trimode_vlm.eval.scored import STYLES
 from trimode_vlm.eval.tasks import EvalTask, select
 from trimode_vlm.eval.tpf import DEFAULT_BUCKETS
+from trimode_vlm.terminal_options import tokens_or_auto
 
 # What `generate` takes beside mode and budget, each where the mode uses it.
 DECODING = ("threshold", "commit_rule", "entropy_bound", "block_length", "verifier_mix", "verification")
@@ -145,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="nano", help="checkpoint folder or hub id (default: the shipped nano)")
     add("--tasks", default="nano", help="comma-separated tasks; 'nano' is all held-out synthetic tasks")
     add("--list-tasks", action="store_true", help="print the tasks with their metrics and budgets, and end")
-    add("--mode", default="ar,diffusion,linear_spec", help="comma-separated decoding modes")
+    add("--mode", "--modes", default="ar,diffusion,linear_spec", help="comma-separated decoding modes")
     add("--output", help="folder of this run: state, report.json, report.md, report.html")
     add("--limit", type=int, help="samples per task, the first ones (default: all; of nano's tasks 500)")
     add("--data", action="append", default=[], metavar="TASK=PATH", help="read a task from your copy; repeatable")
@@ -159,7 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--entropy-bound", type=float, help="nats that the entropy rule may commit at once (default 0.1)")
     add(
         "--block-length",
-        type=_tokens_or_auto,
+        type=tokens_or_auto,
         help="tokens per block or draft; auto: what pays best; default: the model's",
     )
     add("--verifier-mix", type=float, help="below 1, quadratic_spec accepts by a mix with the diffusion's guess")
@@ -240,10 +241,6 @@ def _refuse_without_effect(args: argparse.Namespace, modes: Sequence[str]) -> No
             raise UsageError(f"--{name.replace('_', '-')} has no effect without --temperature")
     if not args.temperature >= 0:
         raise UsageError(f"--temperature must be 0 or more, found {args.temperature}")
-
-
-def _tokens_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
 
 
 def _budgets(text: str | None) -> tuple[int | None, dict[str, int]]:

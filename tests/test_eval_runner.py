@@ -78,6 +78,8 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytes
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--max-new-tokens", "0"], "max new tokens must be at least 1"),
         (["--threshold", "2"], "threshold must lie in (0, 1]"),
+        (["--modes", "diffuson"], "unknown mode 'diffuson'; did you mean diffusion?"),
+        (["--block-length", "eight"], "--block-length: must be a number of tokens or auto, found 'eight'"),
         (["--block-length", "0"], "block_length must be a whole number of at least 1"),
         (["--dtype", "float99"], "float99"),
         (["--threshold", "0.9", "--mode", "ar,linear_spec"], "--threshold has no effect with --mode ar,linear_spec"),

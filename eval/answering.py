@@ -84,6 +84,12 @@ def load(path: str, **options: Any) -> tuple[Any, Any]:
     return model, processor
 
 
+def check_adapter(model: Any, path: str, adapter: str | None) -> None:
+    """Raise ValueError where an adapter was asked for and `auto` found none: there would be nothing to measure."""
+    if adapter and model.draft_adapter is None:
+        raise ValueError(f"{path} has no draft adapter beside its weights: name its folder with --adapter")
+
+
 class Answerer:
     """One loaded model, and what it answers."""
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimode_vlm.cli import UsageError, nearest
 from trimode_vlm.eval import tables
 from trimode_vlm.eval.arguments import numbers
-from trimode_vlm.eval.load_generator import SERVER_DEFAULT, Answer, EngineClient, HttpClient, Job, Load, Run, run_load
+from trimode_vlm.eval.load_generator import SERVER_DEFAULT, EngineClient, HttpClient, Job, Load, Run, run_load
+from trimode_vlm.eval.serve_report import cell, memory_over_time, text_of, verdict
 
 DEFAULTS: dict[str, Any] = {
     "samples": 48,
@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "max_rows": 32,
     "url": None,
     "name": None,
+    "adapter": None,
     "dtype": None,
     "device": None,
 }
@@ -40,15 +41,6 @@ QUICK: dict[str, Any] = {"samples": 4, "repeats": 1, "users": "1,2", "modes": "a
 MODES = ("ar", "diffusion", "linear_spec", "quadratic_spec", "auto")
 MIXES = ("both", "image", "text")
 KEY_VARIABLES = ("TRIMODE_API_KEY", "OPENAI_API_KEY")
-LATENCIES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token after the first, of an answer",
-    "itl": "time between two arrivals of tokens, which a block shares",
-    "e2el": "end-to-end latency",
-}
-# What auto may lose against the best fixed mode, and what 8 users must win over one after the other.
-TOLERANCE = 0.05
-SPEEDUP_OF_8 = 2.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,11 +78,11 @@ def check(args: argparse.Namespace, given: Sequence[str]) -> None:
         raise UsageError("--modes names no mode")
     if args.mix not in MIXES:
         raise UsageError(f"--mix: unknown mix {args.mix!r}{nearest(args.mix, MIXES)} (known: {', '.join(MIXES)})")
-    for name in ("duration_sec", "queue_limit", "max_rows", "max_new_tokens"):
+    for name in ("duration_sec", "queue_limit", "max_rows"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
     if args.url:
-        for name in ("caches", "queue_limit", "max_rows", "dtype", "device"):
+        for name in ("caches", "queue_limit", "max_rows", "adapter", "dtype", "device"):
             if name in given:
                 raise UsageError(f"--{name.replace('_', '-')} is the engine's, and --url asks a server: leave it out")
         if not args.url.startswith(("http://", "https://")):
@@ -109,14 +101,18 @@ def bench_serve(args: argparse.Namespace, note: Callable[..., None]) -> None:
     import trimode_vlm
     from trimode_vlm.calibration import policy_for
     from trimode_vlm.engine import Engine, EngineSettings
+    from trimode_vlm.eval.answering import check_adapter
 
-    model, processor = trimode_vlm.load(args.model, dtype=args.dtype, device=args.device or "cpu")
+    model, processor = trimode_vlm.load(
+        args.model, dtype=args.dtype, device=args.device or "cpu", adapter=args.adapter or "auto"
+    )
+    check_adapter(model, args.model, args.adapter)
     limits: dict[str, Any] = {"queue_limit": args.queue_limit, "max_rows": args.max_rows}
     if not args.caches:
         limits |= {"prefix_cache_bytes": 0, "feature_cache_bytes": 0}
     if "auto" in args.modes:
         # What forwards cost is measured once; not in the middle of a run.
-        policy_for(model, min(max(args.users or [1]), args.max_rows))
+        policy_for(model, min(max(args.users), args.max_rows) if args.users else args.max_rows)
     with Engine(model, processor, EngineSettings(**limits)) as engine:
         measure(args, EngineClient(engine, jobs), jobs, note, lambda: memory(engine))
 
@@ -201,113 +197,3 @@ def measure(
         head = ["MiB", "start", "after a third of the time", "most", "end"]
         note("memory_mib", "memory", held, tables.markdown(head, rows))
     note("verdict", "in short", verdict(cells, alone))
-
-
-def cell(runs: Sequence[Run], singles: Sequence[Run], alone: Mapping[int, str]) -> dict[str, Any]:
-    """A mode under a load: medians of the repetitions' throughput, percentiles over all answers."""
-    answers = [answer for run in runs for answer in run.answers]
-    ok = [answer for answer in answers if answer.status == "ok"]
-    wrong = [answer for answer in ok if answer.text != alone[answer.job]]
-    per_sec = [run.tokens_per_sec for run in runs]
-    values: dict[str, Any] = {
-        "requests": len(answers),
-        "tokens": sum(answer.tokens for answer in ok),
-        "failed": sum(answer.status == "failed" for answer in answers),
-        "refused": sum(answer.status == "refused" for answer in answers),
-        "mismatches": len(wrong),
-        "mismatched_jobs": sorted({answer.job for answer in wrong})[:20],
-        "tokens_per_sec": statistics.median(per_sec),
-        "tokens_per_sec_by_repetition": per_sec,
-        "requests_per_sec": statistics.median(len(run.answered) / run.seconds for run in runs),
-        "latency_ms": {name: percentiles(seconds) for name, seconds in latencies(ok).items()},
-    }
-    if singles:
-        # Of each repetition: its own single requests were made in the same minute.
-        ratios = [run.tokens_per_sec / one.tokens_per_sec for run, one in zip(runs, singles, strict=True)]
-        values["over_single_requests"] = statistics.median(ratios)
-    return values
-
-
-def latencies(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Milliseconds by name; see LATENCIES."""
-    found: dict[str, list[float]] = {name: [] for name in LATENCIES}
-    for answer in answers:
-        found["e2el"].append(1e3 * (answer.done - answer.sent))
-        if not answer.arrivals:
-            continue
-        first, last = answer.arrivals[0], answer.arrivals[-1]
-        found["ttft"].append(1e3 * (first - answer.sent))
-        found["itl"] += [1e3 * (b - a) for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
-        if answer.tokens > 1:
-            found["tpot"].append(1e3 * (last - first) / (answer.tokens - 1))
-    return found
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles, between two values on the line through them; None without values."""
-    import numpy
-
-    if not values:
-        return None
-    named = {f"p{q}": float(numpy.percentile(values, q)) for q in (50, 95, 99)}
-    return {"mean": statistics.fmean(values)} | named
-
-
-def memory_over_time(watched: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """At the start, after a third of the time (warm by then), at the most, and at the end."""
-    warm = watched[len(watched) // 3]
-    return {
-        name: {
-            "start": watched[0][name],
-            "after_a_third": warm[name],
-            "most": max(w[name] for w in watched),
-            "end": watched[-1][name],
-        }
-        for name in watched[0]
-    }
-
-
-def verdict(cells: Mapping[str, Mapping[str, Any]], alone: Mapping[str, Mapping[int, str]]) -> dict[str, Any]:
-    """What the numbers say, each where it was measured."""
-    every = [value for row in cells.values() for value in row.values()]
-    said: dict[str, Any] = {name: sum(v[name] for v in every) for name in ("failed", "refused", "mismatches")}
-    ar = alone.get("ar")
-    if ar is not None and len(alone) > 1:
-        said["questions_that_differ_from_ar"] = {
-            mode: sum(text != ar[job] for job, text in texts.items()) for mode, texts in alone.items() if mode != "ar"
-        }
-    if "over_single_requests" in cells.get("8", {}).get("ar", {}):
-        ratio = cells["8"]["ar"]["over_single_requests"]
-        said |= {"ar_8_users_over_single_requests": ratio, "at_least_2.5": ratio >= SPEEDUP_OF_8}
-    fixed = [mode for mode in alone if mode not in ("auto", SERVER_DEFAULT)]
-    if "auto" in alone and fixed:
-        said["auto_over_best_fixed"] = {load: over_best(row, fixed) for load, row in cells.items()}
-        said["auto_within_5_percent"] = min(said["auto_over_best_fixed"].values()) >= 1 - TOLERANCE
-    return said
-
-
-def over_best(row: Mapping[str, Any], fixed: Sequence[str]) -> float:
-    """Auto's throughput over that of the best fixed mode: the median of the repetitions, each in one minute."""
-    best = max(fixed, key=lambda mode: float(row[mode]["tokens_per_sec"]))
-    pairs = zip(*(row[mode]["tokens_per_sec_by_repetition"] for mode in ("auto", best)), strict=True)
-    return statistics.median(auto / other for auto, other in pairs)
-
-
-def text_of(cells: Mapping[str, Mapping[str, Any]]) -> str:
-    """Two tables: throughput and what went wrong; latencies in ms as p50 / p95 / p99."""
-    speed, late = [], []
-    for load, row in cells.items():
-        for mode, value in row.items():
-            counts = [str(value[name]) for name in ("requests", "failed", "refused", "mismatches")]
-            speeds = [value["tokens_per_sec"], value["requests_per_sec"], value.get("over_single_requests")]
-            speed.append([load, mode, *(tables.number(number) for number in speeds), *counts])
-            late.append([load, mode, *(_three(value["latency_ms"][name]) for name in LATENCIES)])
-    head = ["load", "mode", "tokens/s", "requests/s", "x single", "requests", "failed", "refused", "mismatches"]
-    explained = "; ".join(f"{name}: {text}" for name, text in LATENCIES.items())
-    return f"{tables.markdown(head, speed)}\n\nms, p50 / p95 / p99 ({explained})\n\n" + tables.markdown(
-        ["load", "mode", *LATENCIES], late
-    )
-
-
-def _three(values: Mapping[str, float] | None) -> str:
-    return tables.NONE if values is None else " / ".join(f"{values[q]:.3g}" for q in ("p50", "p95", "p99"))

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trimode_vlm.eval.prompts import inputs_of
-from trimode_vlm.request import QueueFullError, RequestError
 
 if TYPE_CHECKING:
     from trimode_vlm.engine import Engine
@@ -59,6 +58,8 @@ class EngineClient:
         self.inputs = {job.number: dict(inputs_of(engine.processor, [job.messages])) for job in jobs}
 
     async def ask(self, job: Job, mode: str) -> Answer:
+        from trimode_vlm.request import QueueFullError, RequestError
+
         answer = Answer(job=job.number, sent=time.perf_counter())
         try:
             request = self.engine.submit(self.inputs[job.number], mode=mode, max_new_tokens=job.max_new_tokens)
@@ -115,7 +116,8 @@ class HttpClient:
                         "failed",
                         f"{reply.status_code} {(await reply.aread()).decode()[:200]}",
                     )
-        except httpx.HTTPError as error:
+        # Beside the connection's errors those of a chunk that is no JSON, or no chunk of an answer.
+        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
             answer.status, answer.error = "failed", f"{type(error).__name__} {error}".strip()
         answer.done = time.perf_counter()
         return answer
@@ -237,8 +239,9 @@ async def _closed_loop(ask: Ask, jobs: Iterator[Job], mode: str, users: int) -> 
 async def _arrivals(ask: Ask, jobs: Iterator[Job], mode: str, rate: float, chance: random.Random) -> list[Answer]:
     tasks = []
     for job in jobs:
+        if tasks:
+            await asyncio.sleep(chance.expovariate(rate))
         tasks.append(asyncio.ensure_future(ask(job, mode)))
-        await asyncio.sleep(chance.expovariate(rate))
     return list(await asyncio.gather(*tasks))
 
 

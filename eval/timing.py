@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# What auto may lose against the best fixed mode, and from how many repetitions on that can be told.
+TOLERANCE = 0.05
+LEAST_REPEATS = 3
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -34,6 +38,12 @@ def repeat(call: Callable[[], object], times: int) -> Callable[[], None]:
             call()
 
     return many
+
+
+def keeps_up(ratios: Sequence[float | None], repeats: int) -> bool | None:
+    """Whether auto is within TOLERANCE everywhere; None where too few repetitions, or none that answered, tell."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    return min(known) >= 1 - TOLERANCE if known and repeats >= LEAST_REPEATS else None
 
 
 def token_weights(model: Any) -> list[Tensor]:

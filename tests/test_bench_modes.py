@@ -58,6 +58,22 @@ def test_poor_drafts_change_no_text_of_ar() -> None:
     assert drafts[0] != drafts[1]
 
 
+@pytest.mark.parametrize(("repeats", "keeps"), [(1, None), (3, True)])
+def test_one_repetition_gives_no_verdict(
+    repeats: int, keeps: bool | None, chat_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = {"rate": 0.5, "parallel": {"1": {"auto_over_better": 0.96, "same_text": True}}}
+    monkeypatch.setattr("trimode_vlm.load", lambda *args, **options: (chat_model, None))
+    monkeypatch.setattr(bench_modes, "measure", lambda *args: result)
+    monkeypatch.setattr(bench_modes, "text_of", lambda result: "")
+    said: dict[str, Any] = {}
+    args: Any = {"model": "nano", "dtype": None, "adapter": None, "samples": 1, "seed": 0, "plot": None}
+    bench_modes.bench_modes(
+        SimpleNamespace(repeats=repeats, **args), lambda name, _, values, *more: said.update({name: values})
+    )
+    assert said["verdict"] == {"least_auto_over_better": 0.96, "within_5_percent": keeps, "same_text_in_all_runs": True}
+
+
 def test_a_measurement_is_whole(
     chat_model: Any, processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,8 @@ import trimode_vlm  # noqa: E402
 from trimode_vlm import cli  # noqa: E402
 from trimode_vlm.demo.server import ServerSettings, create_app  # noqa: E402
 from trimode_vlm.engine import Engine, EngineSettings  # noqa: E402
-from trimode_vlm.eval import bench_serve  # noqa: E402
-from trimode_vlm.eval.bench_serve import cell, latencies, percentiles, questions, verdict  # noqa: E402
+from trimode_vlm.eval import bench, bench_serve  # noqa: E402
+from trimode_vlm.eval.bench_serve import questions  # noqa: E402
 from trimode_vlm.eval.load_generator import (  # noqa: E402
     Answer,
     EngineClient,
@@ -28,6 +28,7 @@ from trimode_vlm.eval.load_generator import (  # noqa: E402
     as_openai,
     run_load,
 )
+from trimode_vlm.eval.serve_report import cell, latencies, percentiles, text_of, verdict  # noqa: E402
 from trimode_vlm.vision.images import open_image  # noqa: E402
 
 JOBS = [Job(number=i, messages=[], max_new_tokens=1) for i in range(12)]
@@ -71,6 +72,11 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     assert len(set(gaps[0])) == 11 and max(gaps[0]) > 1.5 * min(gaps[0])
 
 
+def test_nobody_waits_behind_the_last_arrival() -> None:
+    """The gap that this seed gives would be 18 seconds."""
+    assert run_load(Asked(0.0), JOBS[:1], "ar", Load(rate=0.1), seed=0).seconds < 5  # type: ignore[arg-type]
+
+
 def test_a_duration_goes_over_the_questions_again() -> None:
     client, seconds = Asked(0.002), []
     run = ask_all(client, Load(users=3), duration_sec=0.4, each_second=lambda: seconds.append(1))
@@ -102,6 +108,16 @@ def test_what_a_cell_counts() -> None:
     assert value["over_single_requests"] == 2.0  # 40, 20 and 10 tokens per second beside 10
 
 
+def test_a_repetition_whose_single_requests_failed_is_left_out() -> None:
+    run = Run(answers=[Answer(job=0, sent=0, text="a", tokens=10)], seconds=1.0)
+    failed = Run(answers=[Answer(job=0, sent=0, status="failed", error="no")], seconds=1.0)
+    assert cell([run] * 2, [failed, run], {0: "a"})["over_single_requests"] == 1.0
+    row = {"ar": cell([failed] * 3, [failed] * 3, {0: "a"}), "auto": cell([run] * 3, [failed] * 3, {0: "a"})}
+    assert "over_single_requests" not in row["auto"] and "| 8 | ar | 0.00 |" in text_of({"8": row})
+    said = verdict({"8": row}, {"ar": {0: "a"}, "auto": {0: "a"}})
+    assert said["auto_over_best_fixed"] == {"8": None} and said["auto_within_5_percent"] is None
+
+
 def test_what_the_verdict_says() -> None:
     def row(ar: list[float], auto: list[float]) -> dict[str, Any]:
         counts = {"failed": 0, "refused": 1, "mismatches": 0, "over_single_requests": ar[1] / 100}
@@ -116,6 +132,9 @@ def test_what_the_verdict_says() -> None:
     assert said["auto_over_best_fixed"] == {"1": 0.96, "8": 240 / 260} and said["auto_within_5_percent"] is False
     assert said["ar_8_users_over_single_requests"] == 2.6 and said["at_least_2.5"] is True
     assert said["questions_that_differ_from_ar"] == {"auto": 1} and said["refused"] == 4
+    cells = {"1": {m: v | {"tokens_per_sec_by_repetition": [1.0, 1.0]} for m, v in cells["1"].items()}}
+    said = verdict(cells, {"ar": {}, "auto": {}})
+    assert said["auto_over_best_fixed"] == {"1": 1.0} and said["auto_within_5_percent"] is None, "two are too few"
 
 
 def test_questions_have_pictures_of_their_own() -> None:
@@ -143,6 +162,51 @@ def test_an_engine_and_a_server_give_the_same_answers() -> None:
 
 
 TEXTS = questions(1, 5, "text", 40)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"choices": [{}]}', '{"error": "no"}', '{"choices": 5}'])
+def test_a_chunk_that_is_no_answer_fails_its_question_alone(line: str) -> None:
+    """A server that sends such a thing to the first who asks, and a whole answer to the second."""
+    import httpx
+
+    good = {"choices": [{"finish_reason": "stop", "delta": {"content": "yes"}}], "usage": {"completion_tokens": 1}}
+    lines = iter([line, json.dumps(good)])
+    client = HttpClient("http://somewhere", None, None, JOBS[:2])
+
+    async def ask() -> list[Answer]:
+        answer = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {next(lines)}\n\n"))
+        client._http = httpx.AsyncClient(transport=answer)
+        return [await client.ask(job, "ar") for job in JOBS[:2]]
+
+    first, second = asyncio.run(ask())
+    assert first.status == "failed" and first.error and (second.status, second.text) == ("ok", "yes")
+
+
+class Measured(Exception):
+    """The costs would be measured now."""
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"), [(["--rate", "1"], 32), (["--users", "2,5"], 5), (["--users", "9", "--max-rows", "4"], 4)]
+)
+def test_costs_are_measured_for_all_rows_beforehand_and_the_adapter_is_there(
+    words: list[str], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def policy_for(model: Any, rows: int) -> None:
+        asked["rows"] = rows
+        raise Measured
+
+    monkeypatch.setattr("trimode_vlm.load", lambda path, **options: (asked.update(options), None))
+    monkeypatch.setattr("trimode_vlm.calibration.policy_for", policy_for)
+    parser = cli.Parser()
+    bench.add_arguments(parser)
+    args = parser.parse(["serve", "--samples", "1", *words])
+    bench.check(args)
+    with pytest.raises(Measured):
+        bench_serve.bench_serve(args, lambda *values: None)
+    assert asked["rows"] == rows and asked["adapter"] == "auto"
 
 
 def test_a_full_queue_is_counted_as_refused() -> None:
@@ -201,6 +265,7 @@ def test_the_command_ends_with_its_document(
         (["--duration-sec", "0"], "--duration-sec must be above 0"),
         (["--url", "localhost:8000"], "--url takes an address"),
         (["--url", "http://x", "--max-rows", "3"], "--max-rows is the engine's"),
+        (["--url", "http://x", "--adapter", "auto"], "--adapter is the engine's"),
         (["--name", "x"], "give --url too"),
         (["--tasks", "nano"], "--tasks is nothing to bench serve"),
     ],

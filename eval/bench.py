@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimode_vlm.cli import UsageError, check_dtype, print_settings
-from trimode_vlm.eval import bench_frontier, bench_modes, bench_serve
+from trimode_vlm.eval import bench_decode, bench_frontier, bench_modes, bench_serve, bench_train
 from trimode_vlm.eval.arguments import check_file, check_plot
 
 EXAMPLES = """examples:
@@ -33,18 +33,18 @@ EXAMPLES = """examples:
 """
 # The options of each beside those of all, with their defaults, and other ones for --quick.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "decode": {"repeats": 5, "new_tokens": 128, "samples": 8, "adapter": None, "quantize": None, "dtype": None},
+    "decode": bench_decode.DEFAULTS,
     "frontier": bench_frontier.DEFAULTS,
     "modes": bench_modes.DEFAULTS,
     "serve": bench_serve.DEFAULTS,
-    "train": {"repeats": 5, "samples": 4},
+    "train": bench_train.DEFAULTS,
 }
 QUICK: dict[str, dict[str, Any]] = {
-    "decode": {"repeats": 1, "new_tokens": 8, "samples": 1},
+    "decode": bench_decode.QUICK,
     "frontier": bench_frontier.QUICK,
     "modes": bench_modes.QUICK,
     "serve": bench_serve.QUICK,
-    "train": {"repeats": 1, "samples": 2},
+    "train": bench_train.QUICK,
 }
 
 
@@ -55,10 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="nano", help="checkpoint that knows the held-out tasks (default: the shipped nano)")
     add("--threads", type=int, default=1, help="CPU threads (default 1)")
     add("--repeats", type=int, help="not of frontier: interleaved repetitions (default 5; serve: 3)")
-    add("--new-tokens", type=int, help="decode only: tokens per AR answer in the comparisons (default 128)")
-    samples = "decode: held-out answers of over 200 tokens (default 8); modes: requests (default 16); serve: questions"
-    add("--samples", type=int, help=f"{samples} (default 48); train: rows (default 4)")
-    add("--adapter", help="decode, frontier: also draft with this adapter, a PEFT folder or auto; modes: draft with it")
+    budget = "decode: tokens per AR answer in the comparisons (default 128); frontier, serve: budget of every answer"
+    budget += " (default: the task's; serve: 640)"
+    add("--max-new-tokens", "--new-tokens", type=int, help=budget)
+    samples = "decode: held-out answers of over 200 tokens (default 8); frontier: per task (default 5); modes: requests"
+    samples += " (default 16); serve: questions (default 48); train: rows (default 4)"
+    add("--samples", "--limit", type=int, help=samples)
+    adapter = "a PEFT folder, or auto: decode, frontier: also draft with this adapter; modes, serve: draft with it"
+    add("--adapter", help=f"{adapter} (default: frontier, serve: auto; else none)")
     add("--quantize", help="decode, frontier: also with text layers in int8, int4 or 4bit")
     add("--dtype", help="not of train: such as bfloat16 (default: the checkpoint's)")
     add("--plot", metavar="FILE.png", help="frontier, modes: draw the curves")
@@ -108,7 +112,7 @@ def check(args: argparse.Namespace) -> None:
     for name in sorted({name for options in DEFAULTS.values() for name in options} - DEFAULTS[args.what].keys()):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} is nothing to bench {args.what}: leave it out")
-    for name in ("threads", "repeats", "new_tokens", "samples"):
+    for name in ("threads", "repeats", "max_new_tokens", "samples"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

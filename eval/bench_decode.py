@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from trimode_vlm.eval.prompts import inputs_of
 from trimode_vlm.eval.timing import bare_products, interleaved, repeat, token_weights
-from trimode_vlm.quantize import text_weight_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+DEFAULTS: dict[str, Any] = {
+    "repeats": 5,
+    "max_new_tokens": 128,
+    "samples": 8,
+    "adapter": None,
+    "quantize": None,
+    "dtype": None,
+}
+QUICK: dict[str, Any] = {"repeats": 1, "max_new_tokens": 8, "samples": 1}
 BLOCK_LENGTHS = (1, 8, 16, 32)
 LONG_ANSWER_TOKENS = 200
 MODES = ("ar", "linear_spec", "diffusion")
@@ -35,37 +43,25 @@ RANDOM_130M: dict[str, Any] = {
 def bench_decode(args: argparse.Namespace, note: Callable[[str, str, dict[str, Any]], None]) -> None:
     """All comparisons of `bench decode`, each handed to `note(name, title, values)` as it is measured."""
     import trimode_vlm
+    from trimode_vlm.eval.answering import check_adapter
 
     model, processor = trimode_vlm.load(args.model, dtype=args.dtype)
     variants = {"": model}
     if args.adapter:
-        variants["adapter"] = _with_adapter(args.model, args.adapter, args.dtype)
+        variants["adapter"], _ = trimode_vlm.load(args.model, dtype=args.dtype, adapter=args.adapter)
+        check_adapter(variants["adapter"], args.model, args.adapter)
     if args.quantize:
         variants[args.quantize], _ = trimode_vlm.load(args.model, dtype=args.dtype, quantize=args.quantize)
     prompts = long_prompts(processor, args.samples, args.seed)
     note("ceiling", "the ceiling", ceiling(model, args.repeats))
     title = "AR against transformers' generate on the same weights and the same prompt with its picture"
-    note("model_ar", title, compare_with_transformers(model, prompts[0], args.repeats, args.new_tokens))
+    note("model_ar", title, compare_with_transformers(model, prompts[0], args.repeats, args.max_new_tokens))
     title = "AR against transformers' generate and against bare matrix products, random 130M model"
     note("random_130m_ar", title, bench_random(args))
     title = f"modes on held-out answers of over {LONG_ANSWER_TOKENS} tokens"
     note("long_answers", title, compare_modes(variants, prompts, args.repeats))
     title = "one cached forward by block length"
     note("cost_by_block_length", title, cost_by_block_length(model, prompts[0], args.repeats))
-
-
-def _with_adapter(path: str, adapter: str, dtype: str | None) -> Any:
-    """The same model with its draft adapter.
-
-    Raises:
-        ValueError: "auto" finds none, so there would be nothing to measure.
-    """
-    import trimode_vlm
-
-    model, _ = trimode_vlm.load(path, dtype=dtype, adapter=adapter)
-    if model.draft_adapter is None:
-        raise ValueError(f"{path} has no draft adapter beside its weights: name its folder with --adapter")
-    return model
 
 
 def ceiling(model: Any, repeats: int) -> dict[str, Any]:
@@ -149,7 +145,7 @@ def bench_random(args: argparse.Namespace) -> dict[str, Any]:
     model = TriModeVLM(TriModeTextConfig(**size)).eval()
     # A short prompt: its prefill then costs about what one token does.
     inputs = {"input_ids": torch.randint(200, 1000, (1, 4))}
-    new_tokens = min(args.new_tokens, 64)
+    new_tokens = min(args.max_new_tokens, 64)
     products = repeat(bare_products(token_weights(model), 1), new_tokens)
     others = {"bare_products": products}
     result = compare_with_transformers(model, inputs, args.repeats, new_tokens, others)
@@ -185,6 +181,8 @@ def compare_modes(variants: Mapping[str, Any], prompts: list[dict[str, Any]], re
         variants: models by name, the plain one under "": "linear_spec int8" is linear_spec of the variant "int8". All
             answer in turn; the variant "adapter" drafts with its adapter, so only linear_spec is asked of it.
     """
+    from trimode_vlm.quantize import text_weight_bytes
+
     outputs: dict[str, list[Any]] = {}
     runs = {
         f"{mode} {variant}".strip(): (variant, mode)

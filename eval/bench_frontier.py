@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULTS: dict[str, Any] = {
     "tasks": "nano",
     "data": (),
-    "limit": 5,
+    "samples": 5,
     "modes": "ar,diffusion,linear_spec,quadratic_spec",
     "block_lengths": "8,16,32",
     "commit_rules": None,
@@ -40,14 +40,14 @@ DEFAULTS: dict[str, Any] = {
 }
 QUICK: dict[str, Any] = {
     "tasks": "receipt_csv,text_spell",
-    "limit": 1,
+    "samples": 1,
     "block_lengths": "16",
     "thresholds": "0.9",
     "entropy_bounds": "0.2",
 }
 MAX_BLOCK_LENGTH = 1024
 COMMIT_RULES = ("confidence", "entropy", "learned")
-DRAFTING = ("linear_spec", "quadratic_spec")
+DRAFTING = ("linear_spec", "quadratic_spec", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +90,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = {name: f"(default {value})" for name, value in DEFAULTS.items() if value is not None}
     add("--tasks", help=f"comma-separated tasks, as for eval {default['tasks']}")
     add("--data", action="append", metavar="TASK=PATH", help="read a task from your copy, as for eval; repeatable")
-    add("--limit", type=int, help=f"samples per task {default['limit']}")
-    add("--modes", help=f"serve too; comma-separated; auto too {default['modes']}; serve: ar,linear_spec,auto")
+    add(
+        "--modes", "--mode", help=f"serve too; comma-separated; auto too {default['modes']}; serve: ar,linear_spec,auto"
+    )
     add("--block-lengths", help=f"of all modes that have one {default['block_lengths']}")
     add("--commit-rules", help="of diffusion: confidence, entropy, learned (default: all that the model has)")
     add("--thresholds", help=f"of the rules confidence and learned {default['thresholds']}")
     add("--entropy-bounds", help=f"of the rule entropy {default['entropy_bounds']}")
     add("--sampler", metavar="FOLDER", help="learned sampler; default: learned_sampler/ beside the weights, if there")
     add("--control-sampler", metavar="FOLDER", help="another one beside it, such as one trained with --arch mlp")
-    add("--max-new-tokens", type=int, help="serve too; budget of every answer; default: the task's, for serve 640")
     add("--device", help="serve too; such as cuda (default: cpu)")
 
 
@@ -137,10 +137,6 @@ def check(args: argparse.Namespace, given: Sequence[str]) -> None:
     args.block_lengths = numbers(args.block_lengths, int, "--block-lengths", 1, MAX_BLOCK_LENGTH)
     args.thresholds = numbers(args.thresholds, float, "--thresholds", 0, 1)
     args.entropy_bounds = numbers(args.entropy_bounds, float, "--entropy-bounds", 0, 100)
-    for name in ("limit", "max_new_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     check_device(args.device)
     args.data = pairs("--data", args.data)
     try:
@@ -177,13 +173,13 @@ def load(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     Raises:
         ValueError: no tokenizer, or an adapter or sampler that was asked for and is not there.
     """
+    from trimode_vlm.eval.answering import check_adapter
     from trimode_vlm.eval.answering import load as load_model
 
     options: dict[str, Any] = {"dtype": args.dtype, "device": args.device}
     options |= {"adapter": args.adapter or "auto", "sampler": args.sampler or "auto"}
     model, processor = load_model(args.model, **options)
-    if args.adapter and model.draft_adapter is None:
-        raise ValueError(f"{args.model} has no draft adapter beside its weights: name its folder with --adapter")
+    check_adapter(model, args.model, args.adapter)
     if "learned" in (args.commit_rules or ()) and model.learned_sampler is None:
         raise ValueError(f"{args.model} has no learned sampler beside its weights: name its folder with --sampler")
     models = {"": model}
@@ -215,7 +211,7 @@ def sweep(args: argparse.Namespace, model: Any, control: Any = None) -> list[Poi
 
 
 def _points(mode: str, args: argparse.Namespace, model: Any, control: Any) -> Iterator[Point]:
-    if mode in ("ar", "auto"):
+    if mode == "ar":
         yield Point(mode=mode)
     elif mode == "diffusion":
         learned = [sampler for sampler in (model.learned_sampler, control) if sampler is not None]
@@ -232,7 +228,7 @@ def _points(mode: str, args: argparse.Namespace, model: Any, control: Any) -> It
                         yield replace(point, **{name: value})
     else:
         for adapter in (False, True) if model.draft_adapter is not None else (False,):
-            for length in args.block_lengths:
+            for length in (None,) if mode == "auto" else args.block_lengths:
                 yield Point(mode=mode, block_length=length, adapter=adapter)
 
 
@@ -258,7 +254,7 @@ def measure(
         return Answerer(eval_settings(point, args), args.model, lambda *_, **options: loaded, is_control=False)
 
     answerers = {point: answerer(point) for point in points}
-    work = [(task, index) for task in tasks for index in range(min(args.limit, task.num_examples or args.limit))]
+    work = [(task, index) for task in tasks for index in range(min(args.samples, task.num_examples or args.samples))]
     try:
         for task, index in tqdm(work, unit="sample", dynamic_ncols=True):
             for point in points:

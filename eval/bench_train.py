@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trimode_vlm.patterns import Pattern
     from trimode_vlm.training.collate import Batch
 
+DEFAULTS: dict[str, Any] = {"repeats": 5, "samples": 4}
+QUICK: dict[str, Any] = {"repeats": 1, "samples": 2}
 # By what the noisy half holds: every token (2 L), every token but vision (L_text + L), the response (L_resp + L).
 STREAMS = {"symmetric": "all", "asymmetric": "text", "response": "response"}
 RESPONSE_TOKENS = 64

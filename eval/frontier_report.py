@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from trimode_vlm.eval import plotting, tables
 from trimode_vlm.eval.aggregates import summarise
 from trimode_vlm.eval.metrics import mean
-from trimode_vlm.eval.tpf import CONVENTION, totals
+from trimode_vlm.eval.tpf import CONVENTION, DEFAULT_BUCKETS, totals
 
 if TYPE_CHECKING:
     from trimode_vlm.eval.bench_frontier import Point
     from trimode_vlm.eval.state import Record
 
-LONG = 100
+LONG = DEFAULT_BUCKETS[0]
 
 Result = dict[str, Any]
 

@@ -51,6 +51,7 @@ def test_variants_stand_beside_the_plain_modes(variants: dict[str, Any]) -> None
     assert weights["adapter"] == weights["plain"] > 2.5 * weights["int8"]
 
 
-def test_an_adapter_that_is_not_there_is_no_measurement(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "decode", "--quick", "--adapter", "auto"]) == 1
+@pytest.mark.parametrize("what", ["decode", "modes", "serve"])
+def test_an_adapter_that_is_not_there_is_no_measurement(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", what, "--quick", "--adapter", "auto"]) == 1
     assert "nano has no draft adapter beside its weights: name its folder with --adapter" in capsys.readouterr().err

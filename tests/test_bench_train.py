@@ -126,7 +126,7 @@ def test_structured_attention_computes_less_than_a_third_of_the_pairs() -> None:
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--new-tokens", "5"], "--new-tokens is nothing to bench train: leave it out"),
+        (["--max-new-tokens", "5"], "--max-new-tokens is nothing to bench train: leave it out"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
     ],
 )

@@ -140,7 +140,9 @@ def giant_png(path: Path, side: int = 30000) -> str:
         (["bench", "decode", "--samples", "0"], "--samples must be at least 1, got 0"),
         (["bench", "decode", "--repeats", "0"], "--repeats must be at least 1"),
         (["bench", "decode", "--threads", "0"], "--threads must be at least 1"),
-        (["bench", "decode", "--new-tokens", "-1", "--quick"], "--new-tokens must be at least 1"),
+        (["bench", "decode", "--max-new-tokens", "-1", "--quick"], "--max-new-tokens must be at least 1"),
+        (["bench", "decode", "--new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["bench", "decode", "--limit", "0"], "--samples must be at least 1, got 0"),
         (["bench", "decode", "--json", "no/such/decode.json"], "--json no/such/decode.json: not a file in a folder"),
         (["bench", "decode", "--dtype", "int3"], "--dtype: unknown dtype 'int3'"),
         (["bench", "train", "--quantize", "int8"], "--quantize is nothing to bench train: leave it out"),
@@ -187,6 +189,8 @@ def test_a_wrong_value_is_refused_before_torch_is_imported() -> None:
         assert cli.main(["chat", "--mode", "diffusion", "--threshold", "2", "Hi"]) == 2
         assert cli.main(["convert", "nano", "out", "--dtype", "int8"]) == 2
         assert cli.main(["inspect", "--config", "nano", "--index", "first"]) == 2
+        # bench sets OMP_NUM_THREADS, which torch reads when it loads.
+        assert cli.main(["bench", "decode", "--samples", "0"]) == 2
         assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, capture_output=True, timeout=60)

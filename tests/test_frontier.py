@@ -57,8 +57,12 @@ def test_the_sweep_holds_what_the_model_has() -> None:
     assert more == drafts | {"diffusion learned 16 at 0.9", "diffusion learned 16 at 0.5"}
     args = arguments("--modes", "linear_spec,auto,ar", "--block-lengths", "8", "--quantize", "int8")
     names = [point.name for point in sweep(args, rich)]
-    assert names[:4] == ["linear_spec 8", "linear_spec + adapter 8", "auto", "ar"]
-    assert names[4:] == ["linear_spec int8 8", "linear_spec + adapter int8 8", "auto int8", "ar int8"]
+    assert names[:5] == ["linear_spec 8", "linear_spec + adapter 8", "auto", "auto + adapter", "ar"]
+    assert names[5:] == [
+        *("linear_spec int8 8", "linear_spec + adapter int8 8"),
+        *("auto int8", "auto + adapter int8", "ar int8"),
+    ]
+    assert [point.name for point in sweep(arguments("--mode", "auto", "--adapter", "auto"), plain)] == ["auto"]
 
 
 def record(point: str, task: str, number: int, tokens: int, score: float, forwards: int = 5) -> dict[str, Any]:
@@ -167,7 +171,8 @@ def test_the_adapter_drafts_at_its_own_points_alone(adapter: Path) -> None:
         (["--thresholds", "1.5"], "--thresholds takes numbers"),
         (["--block-lengths", "0"], "--block-lengths takes numbers"),
         (["--entropy-bounds", "x"], "--entropy-bounds takes numbers"),
-        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--limit", "0"], "--samples must be at least 1, got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--tasks", "grid_jsn"], "unknown task 'grid_jsn'"),
         (["--data", "chartqa"], "--data takes TASK=PATH, found 'chartqa'"),
         (["--data", "chartqa=copy"], "--data chartqa=copy: no task here reads data"),
@@ -176,7 +181,6 @@ def test_the_adapter_drafts_at_its_own_points_alone(adapter: Path) -> None:
         (["--plot", "plot.pdf"], "--plot plot.pdf: the plot is a .png"),
         (["--json", "no/such/frontier.json"], "--json no/such/frontier.json: not a file in a folder"),
         (["--repeats", "3"], "--repeats is nothing to bench frontier: leave it out"),
-        (["--samples", "3"], "--samples is nothing to bench frontier: leave it out"),
         (["--device", "meta"], "--device: there is no 'meta' here"),
     ],
 )
@@ -209,5 +213,5 @@ def test_options_of_frontier_are_nothing_to_the_others(capsys: pytest.CaptureFix
 
 
 def test_quick_leaves_what_was_asked_for() -> None:
-    assert arguments("--quick", "--limit", "7").limit == 7
-    assert arguments("--quick").limit == 1 and arguments().limit == 5
+    assert arguments("--quick", "--limit", "7").samples == arguments("--samples", "7").samples == 7
+    assert arguments("--quick").samples == 1 and arguments().samples == 5

@@ -15,15 +15,16 @@ import time
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import EXAMPLES, REPOSITORY, make_tiny_model
-from serving import listening, need
+from serving import listening, need, wait_for
 
 from trimode_vlm.eval import tpf
 
-need("gradio", "fastapi", "uvicorn", "gradio_client")
+need("gradio", "fastapi", "uvicorn", "gradio_client", "prometheus_client")
 
 import gradio as gr  # noqa: E402
 from fastapi import FastAPI  # noqa: E402
@@ -31,10 +32,11 @@ from gradio_client import Client, handle_file  # noqa: E402
 
 import trimode_vlm  # noqa: E402
 from trimode_vlm import cli  # noqa: E402
-from trimode_vlm.demo import app, panels  # noqa: E402
+from trimode_vlm.demo import app, panels, serve  # noqa: E402
 from trimode_vlm.demo.chat_logic import (  # noqa: E402
     MODE_SETTINGS,
     MODES,
+    Limits,
     as_shown,
     as_written,
     messages_of,
@@ -43,6 +45,7 @@ from trimode_vlm.demo.chat_logic import (  # noqa: E402
 )
 from trimode_vlm.demo.handlers import Page  # noqa: E402
 from trimode_vlm.demo.live_answer import LiveAnswer  # noqa: E402
+from trimode_vlm.demo.server import ServerSettings, create_app  # noqa: E402
 from trimode_vlm.engine import Engine  # noqa: E402
 
 QUESTIONS = json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
@@ -221,13 +224,16 @@ def shown_text(html: str) -> str:
 def test_canvas_ends_where_the_answer_ends_and_repeats_nothing(engine: Engine, mode: str) -> None:
     page = Page(engine, [EXAMPLES])
     request = asyncio.run(page._submit([question(RECEIPT, "receipt-1.png")], "", mode, VALUES))
-    live, seen = LiveAnswer(request), []
+    live, seen, befores = LiveAnswer(request), [], []
     for event in request:
         live.take(event)
         seen.append(panels.canvas(live, page._piece, engine.model.config.mask_token_id))
-        before = shown_text(seen[-1]).split("committed")[0].split("accepted")[0].split("the last")[0].replace("⏎", "")
-        if event.event.finish_reason is None and panels.MASK not in before and "tm-no" not in seen[-1]:
-            assert live.text.endswith(before[:-12].strip()[-20:]) or before.strip()[:12] in live.text
+        # What stands before the block is the end of what came before.
+        if event.event.finish_reason is None and live.block is not None:
+            before = shown_text(seen[-1].partition("<span class")[0]).replace("⏎", "")
+            assert before in live.text and (before or live.block_end <= len(live.block.canvas or live.block.token_ids))
+            befores.append(before)
+    assert len([before for before in befores if len(before) > 20]) > 2
     assert "im_end" not in seen[-1] and seen[-1].count("■ end") == 1
     # The last tokens of the answer, once.
     assert ANSWERS["receipt-1.png"].endswith(shown_text(seen[-1]).partition(" ■ end")[0].strip())
@@ -327,10 +333,7 @@ def test_who_leaves_is_forgotten_and_leaves_nothing_running(engine: Engine) -> N
 
     asyncio.run(left())
     assert records == [] and page._turns == {}
-    deadline = time.monotonic() + 30
-    while engine.stats()["running"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not engine.stats()["running"])
     assert engine.stats()["finished"]["cancelled"] == cancelled + 1
 
 
@@ -360,6 +363,19 @@ def test_a_model_without_vision_shows_the_text_tab_alone(processor: Any) -> None
 
 
 # --- the API
+
+
+def test_a_model_that_fails_is_told_in_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Page(engine, [EXAMPLES])
+    monkeypatch.setattr(engine.model, "hidden", lambda *_, **__: 1 / 0)
+
+    async def asked() -> None:
+        async for _ in page.answer("a", "Count from 12 to 1.", "ar", "", *VALUES):
+            pass
+
+    with pytest.raises(gr.Error, match="division by zero"):
+        asyncio.run(asked())
+    assert page._turns == {}
 
 
 def test_api_lists_answer_alone(client: Client) -> None:
@@ -437,13 +453,9 @@ def test_a_client_that_cancels_leaves_nothing_running(client: Client, engine: En
     engine._step = lambda *args: (time.sleep(0.05), step(*args))  # type: ignore[method-assign]
     try:
         job = client.submit({"text": "Count from 60 to 1.", "files": []}, mode="ar", api_name="/answer")
-        while not job.outputs():
-            time.sleep(0.02)
+        wait_for(job.outputs)
         job.cancel()
-        deadline = time.monotonic() + 60
-        while engine.stats()["running"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(lambda: not engine.stats()["running"])
     finally:
         engine._step = step  # type: ignore[method-assign]
     assert engine.stats()["finished"]["cancelled"] == before + 1
@@ -515,7 +527,7 @@ def command(*argv: str) -> subprocess.Popen[str]:
     ],
 )
 def test_bad_options_are_one_line(argv: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", *argv]) in (1, 2)
+    assert cli.main(["demo", "--port", "0", *argv]) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("settings:")]
     assert len(lines) == 1 and word in lines[0]
 
@@ -551,12 +563,57 @@ def test_a_server_ends_though_a_page_is_open() -> None:
         [sys.executable, "-m", "trimode_vlm", *argv], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    address = next(line.split()[-1] for line in process.stderr if "listening" in line)
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
     try:
+        address = next(line.split()[-1] for line in process.stderr if "listening" in line)
         with httpx.stream("GET", f"{address}/gradio_api/heartbeat/page", timeout=60) as page:
             for _ in page.iter_lines():
                 process.send_signal(signal.SIGTERM)
                 break
             assert process.wait(60) == 0
     finally:
+        watchdog.cancel()
         process.kill()
+
+
+def test_a_server_that_ends_answers_what_a_page_has_asked() -> None:
+    engine = Engine(*trimode_vlm.load("nano"))
+    step = engine._step
+    engine._step = lambda *args: (time.sleep(0.02), step(*args))  # type: ignore[method-assign]
+    served = app.mount(create_app(engine, ServerSettings()), engine)
+    server = serve.draining_server(served, "127.0.0.1", 0, drain_sec=120)
+    with listening(served, server) as address:
+        client = Client(address, verbose=False)
+        asked = {"text": RECEIPT, "files": [handle_file(EXAMPLES / "receipt-1.png")]}
+        job = client.submit(asked, mode="ar", api_name="/answer")
+        wait_for(job.outputs)
+        server.should_exit = True
+        assert job.result(timeout=60)["text"] == ANSWERS["receipt-1.png"]
+        wait_for(lambda: not engine.is_alive)
+
+
+def test_the_limits_of_serve_bind_its_page(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted: dict[str, Any] = {}
+    settings = ServerSettings(timeout_sec=7, max_images=3, max_image_pixels=5_000_000)
+    monkeypatch.setattr(serve, "load_model", lambda _: (engine.model, engine.processor))
+    monkeypatch.setattr(app, "mount", lambda served, _, **options: (mounted.update(options), served)[1])
+    monkeypatch.setattr(
+        serve, "draining_server", lambda served, *_: SimpleNamespace(run=served.state.drain.engine.close, started=True)
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    argv = ["serve", "--ui", "--port", "0", "--max-images", "3", "--max-image-megapixels", "5", "--timeout-sec", "7"]
+    try:
+        assert cli.main(argv) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    limits = mounted["limits"]
+    assert (limits.timeout_sec, limits.max_images, limits.max_image_pixels) == (
+        settings.timeout_sec, settings.max_images, settings.max_image_pixels,
+    )  # fmt: skip
+    page = Page(engine, [EXAMPLES], Limits(max_images=1))
+    *_, note = run(page, {"text": "?", "files": [str(EXAMPLES / "chart-1.png")] * 2}, [], [], "ar", "", *VALUES)[-1]
+    assert "more than 1 pictures" in note
+    page = Page(engine, [EXAMPLES], Limits(max_image_pixels=100))
+    *_, note = run(page, {"text": "?", "files": [str(EXAMPLES / "chart-1.png")]}, [], [], "ar", "", *VALUES)[-1]
+    assert "pixels" in note and "chart-1.png" in note

@@ -144,8 +144,12 @@ def test_an_answer_streams_and_stop_ends_its_forwards_within_a_step(
         send(page, "Write the receipt as JSON.")
         answer = page.locator("#chat [data-testid=bot]")
         lengths = set()
-        while len(lengths) < 3:
+
+        def has_grown() -> bool:
             lengths.add(len(answer.inner_text()) if answer.count() else 0)
+            return len(lengths) >= 3
+
+        until(has_grown)
         page.click("#question .stop-button")
         until(lambda: engine.stats()["running"] == 0)
         assert len(at_cancel) == 1 and engine.stats()["forwards"] - at_cancel[0] <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ from ray import serve  # noqa: E402
 
 import trimode_vlm  # noqa: E402
 from trimode_vlm.demo.ray_app import Arguments, Replica, build  # noqa: E402
+from trimode_vlm.demo.serve import add_arguments  # noqa: E402
 from trimode_vlm.engine import Engine  # noqa: E402
 from trimode_vlm.eval.load_generator import as_openai  # noqa: E402
 from trimode_vlm.vision.images import open_image  # noqa: E402
@@ -123,8 +125,13 @@ def test_a_replica_that_leaves_answers_what_it_has(url: str) -> None:
     assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2]
 
 
+def plain_class() -> Any:
+    """The replica without what Ray Serve puts around it, which is asynchronous."""
+    return next(kind for kind in Replica.__mro__ if "check_health" in vars(kind))
+
+
 def test_health_is_that_of_the_engines_thread() -> None:
-    replica: Any = object.__new__(Replica.func_or_class if hasattr(Replica, "func_or_class") else Replica)
+    replica: Any = object.__new__(plain_class())
     model, processor = trimode_vlm.load("nano")
     replica.engine = Engine(model, processor)
     replica.check_health()
@@ -133,7 +140,39 @@ def test_health_is_that_of_the_engines_thread() -> None:
         replica.check_health()
 
 
+def test_replicas_load_as_serve_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = vars(parser.parse_args([]))
+    for name in ("host", "port", "ui", "api_key"):
+        del options[name]
+    assert options.items() <= Arguments().model_dump().items()
+    loaded: dict[str, Any] = {}
+
+    def load(model: str, **given: Any) -> Any:
+        loaded.update(given, model=model)
+        return nano(model)
+
+    nano = trimode_vlm.load
+    monkeypatch.setattr(trimode_vlm, "load", load)
+    monkeypatch.setattr("trimode_vlm.calibration.policy_for", lambda _, rows: loaded.update(rows=rows))
+    monkeypatch.setenv("TRIMODE_API_KEY", "secret")
+    arguments = Arguments(device="cpu", sampler="folder", quantize="int8", max_rows=3, kv_gib=0.5, max_images=2)
+    replica = plain_class()(arguments)
+    replica.engine.close()
+    assert loaded == {
+        "model": "nano", "adapter": "auto", "sampler": "folder", "quantize": "int8", "device": "cpu", "dtype": None,
+        "rows": 3,
+    }  # fmt: skip
+    assert (replica.engine.settings.max_rows, replica.engine.settings.kv_bytes) == (3, 2**29)
+    assert (replica.settings.api_keys, replica.settings.max_images) == (["secret"], 2)
+
+
 def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="unknown mode 'fsat'"):
+        build({"mode": "fsat"})
+    with pytest.raises(ValueError, match="--max-rows must be above 0"):
+        build({"max_rows": "0"})
     with pytest.raises(ValueError, match="need 1 <= min <= max"):
         build({"min_replicas": "3", "max_replicas": "2"})  # as `serve run` gives them
     with pytest.raises(ValueError, match="treshold"):

@@ -77,6 +77,8 @@ class HarnessModel:
         tokenizer = {"tokenizer": self.processor.tokenizer} if stops else {}
         out = self.model.generate(**inputs.to(self.model.device), **options, **tokenizer)
         width = inputs["input_ids"].shape[1]
+        # Rows decode at once: each has its share of the batch's time, by how long it was under way.
+        share = max(out.seconds) / (sum(out.seconds) or 1.0)
         texts = []
         for row, count in enumerate(out.num_new_tokens):
             text = self.processor.decode(out.sequences[row, width : width + count].tolist(), skip_special_tokens=True)
@@ -88,7 +90,7 @@ class HarnessModel:
                     "num_new_tokens": int(count),
                     "nfe": int(out.nfe[row]),
                     "nfe_prefill": int(out.nfe_prefill[row]),
-                    "seconds": float(out.seconds[row]),
+                    "seconds": float(out.seconds[row]) * share,
                     "accepted_lengths": [int(n) for n in out.accepted_lengths[row] or []],
                 }
             )

@@ -151,12 +151,29 @@ def _image(picture: Any) -> dict[str, Any]:
     return {"type": "image", "image": picture}
 
 
+def run_command() -> int:
+    """lmms-eval's command; returns the exit code, which is 1 where it only prints that an evaluation died."""
+    from lmms_eval import __main__ as command
+
+    evaluate, has_died = command.cli_evaluate_single, []
+
+    def watched(*args: Any) -> Any:
+        try:
+            return evaluate(*args)
+        except Exception:
+            has_died.append(True)
+            raise
+
+    command.cli_evaluate_single = watched
+    command.cli_evaluate()
+    return 1 if has_died else 0
+
+
 if __name__ == "__main__":
-    from lmms_eval.__main__ import cli_evaluate
     from lmms_eval.models import MODEL_REGISTRY_V2
 
     MODEL_REGISTRY_V2.register_manifest(manifest(), overwrite=True)
     if num_ranks() > 1 and not torch.cuda.is_available():
         # lmms-eval would leave this to accelerate, which finds ranks on a CPU only when told to.
         torch.distributed.init_process_group("gloo")
-    sys.exit(cli_evaluate())
+    sys.exit(run_command())

@@ -14,6 +14,7 @@ import pytest
 
 import trimode_vlm
 from trimode_vlm.eval.harness import HarnessModel, batches, counted
+from trimode_vlm.eval.prompts import inputs_of
 
 ROWS = 4
 LM_EVAL, LMMS_EVAL = "trimode_vlm.eval.lm_eval_model", "trimode_vlm.eval.lmms_eval_model"
@@ -90,6 +91,21 @@ def test_generation_options_of_the_harnesses() -> None:
     assert HarnessModel("nano", max_new_tokens=3).options({"max_new_tokens": 7})[0]["max_new_tokens"] == 3
     with pytest.raises(ValueError, match="mode 'ar' does not use 'threshold'"):
         HarnessModel("nano", mode="ar", threshold=0.5)
+
+
+def test_the_seconds_of_a_batch_count_once() -> None:
+    model = HarnessModel("nano")
+    generate, outputs = model.model.generate, []
+
+    def watched(**options: Any) -> Any:
+        outputs.append(generate(**options))
+        return outputs[-1]
+
+    model.model.generate = watched
+    asked = [[{"role": "user", "content": text}] for text in ("Hello", "Spell the word apple.", "What?")]
+    model.answer(inputs_of(model.processor, asked), {"max_new_tokens": 9}, [True] * 3)
+    seconds = [record["seconds"] for record in model.records]
+    assert sum(seconds) == pytest.approx(max(outputs[0].seconds)) and min(seconds) > 0
 
 
 def test_batches_share_options_and_begin_with_the_longest() -> None:
@@ -331,6 +347,23 @@ def test_lmms_eval_likelihoods_are_lm_evals(samples: list[Any]) -> None:
     for (a, greedy), (b, its_greedy) in zip(blind, theirs, strict=True):
         assert a == pytest.approx(b, abs=1e-3) and greedy == its_greedy
     assert found(lambda doc: [picture(doc)])[0][0] != pytest.approx(blind[0][0], abs=0.1)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the picture is gone")])
+def test_lmms_evals_command_says_whether_the_evaluation_died(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, module = kits.imported("lmms_eval.__main__"), kits.imported(LMMS_EVAL)
+
+    def evaluate(args: Any) -> tuple[None, None]:
+        if error:
+            raise error
+        return None, None
+
+    monkeypatch.setattr(command, "cli_evaluate_single", evaluate)
+    monkeypatch.setattr("sys.argv", ["lmms-eval", "--model", "trimode_vlm", "--tasks", "none"])
+    assert module.run_command() == (1 if error else 0)
+    assert ("the picture is gone" in capsys.readouterr().err) == bool(error)
 
 
 def test_lmms_eval_refuses_what_it_cannot_show() -> None:

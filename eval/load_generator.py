@@ -237,7 +237,7 @@ async def _closed_loop(ask: Ask, jobs: Iterator[Job], mode: str, users: int) -> 
 
 
 async def _arrivals(ask: Ask, jobs: Iterator[Job], mode: str, rate: float, chance: random.Random) -> list[Answer]:
-    tasks = []
+    tasks: list[asyncio.Future[Answer]] = []
     for job in jobs:
         if tasks:
             await asyncio.sleep(chance.expovariate(rate))

@@ -273,6 +273,37 @@ def test_a_fault_ends_its_batch_and_not_the_engine() -> None:
     assert engine.stats()["finished"] == {"error": 1, "length": 1}
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "diffusion"])
+@pytest.mark.parametrize("fault", ["processor", "criterion", "penalty"])
+def test_what_one_request_asks_for_harms_no_other(mode: str, fault: str) -> None:
+    model = make_tiny_model(seed=6, vision=False)
+    chosen = {"max_new_tokens": 30, "eos_token_id": [], "do_sample": True, **options(mode, 4)}
+    asked = prompts(4, seed=2)
+    alone = [model.generate(torch.tensor([ids]), seed=i, **chosen) for i, ids in enumerate(asked)]
+
+    def late(ids: torch.Tensor, value: Any) -> Any:
+        return 1 / (15 - ids.shape[1]) * value if value is not None else 1 / (15 - ids.shape[1]) > 2
+
+    odd = {
+        "processor": {"logits_processor": [late]},
+        "criterion": {"stopping_criteria": [late]},
+        "penalty": {"repetition_penalty": 1e-45},
+    }[fault]
+    gate = Gate(model)
+    gate.close()
+    with Engine(model, Words()) as engine:
+        requests = [engine.submit(inputs_of(ids), seed=i, **chosen) for i, ids in enumerate(asked)]
+        strange = engine.submit(inputs_of([20, 21, 22]), seed=9, **chosen, **odd)
+        gate.open.set()
+        for request, expected in zip(requests, alone, strict=True):
+            assert request.result().sequences.tolist() == expected.sequences.tolist()
+        if fault == "penalty":
+            assert strange.result().num_new_tokens == [30]
+        else:
+            with pytest.raises(RequestError, match="division by zero"):
+                strange.result()
+
+
 def test_a_fault_of_the_engine_itself_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny_model(vision=False)
     gate = Gate(model)

@@ -17,7 +17,7 @@ from conftest import make_tiny_model
 from decoding_cases import MODES, options, prompts
 from test_engine import Words, inputs_of
 
-from trimode_vlm import prefill
+from trimode_vlm import prefill, serving_caches
 from trimode_vlm.cache import KVCache
 from trimode_vlm.conversation import ConversationCache
 from trimode_vlm.engine import Engine, EngineSettings
@@ -196,6 +196,15 @@ def test_the_limit_holds_for_all_buffers_that_are_alive(mode: str, monkeypatch: 
         for request in requests:
             request.result()
     assert per_slot * slots < max(seen) <= 3 * slots * per_slot
+
+
+def test_a_prefix_cache_keeps_few_enough_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_caches, "MAX_CONVERSATIONS", 3)
+    config = make_tiny_model(vision=False).config
+    cache = PrefixCache(10**9, None)
+    for first in range(5):
+        cache.put(ConversationCache(filled(config, [20], 20), [first] * 20))
+    assert [cache.find(Prompt([first] * 20)) is None for first in range(5)] == [True, True, False, False, False]
 
 
 def test_a_prefix_cache_keeps_to_its_bytes_and_drops_the_least_used() -> None:

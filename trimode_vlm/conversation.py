@@ -34,16 +34,24 @@ class ConversationCache:
         Args:
             digests: of the new prompt's images in order; image_spans: first and past-the-end index of their tokens.
         """
-        shared = 0
-        for old, new in zip(self.token_ids, token_ids[:-1], strict=False):
-            if old != new:
-                break
-            shared += 1
+        shared = common_start(self.token_ids, token_ids, len(token_ids) - 1)
         for i, (start, end) in enumerate(image_spans):
             same = i < len(self.image_digests) and self.image_digests[i] == digests[i]
             if start < shared and (not same or shared < end):
                 return start
         return shared
+
+
+def common_start(a: list[int], b: list[int], most: int) -> int:
+    """How many leading ids two lists share, up to `most`; by halves, since lists compare fast."""
+    low, high = 0, min(len(a), len(b), most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def image_digest(pixels: Tensor) -> str:

@@ -245,6 +245,7 @@ class Engine:
         state.rows = [first + i for i in state.rows]
         rows = {first + i: (request, i) for i in range(state.batch)}
         if key not in self._groups:
+            state.faults = {}
             self._groups[key] = _Group(state, DECODERS[request.mode](state), rows, length)
         else:
             group = self._groups[key]
@@ -265,8 +266,14 @@ class Engine:
             if steps is None:
                 del self._groups[key]
                 return
+            for number, error in (group.state.faults or {}).items():
+                self._fail(group, number, error)
             for step in steps:
-                self._take(group, step)
+                try:
+                    self._take(group, step)
+                except Exception as error:  # a user's stopping criterion
+                    self._fail(group, step.row, error)
+            group.state.faults = {}
         except Exception as error:  # a fault of the batch, such as memory: its requests end, the engine goes on
             del self._groups[key]
             for request in {id(r): r for r, _ in group.rows.values()}.values():
@@ -289,6 +296,15 @@ class Engine:
             self._remember(group, step.row, row)
             self._leave(group, step.row)
             self._finish_if_done(request)
+
+    def _fail(self, group: _Group, number: int, error: Exception) -> None:
+        """End the request of a row, and no other."""
+        if number not in group.rows:
+            return
+        request, _ = group.rows[number]
+        for own in [own for own, (other, _) in group.rows.items() if other is request]:
+            self._leave(group, own)
+        self._finish(request, error)
 
     def _leave(self, group: _Group, number: int) -> None:
         group.state.finished.add(number)

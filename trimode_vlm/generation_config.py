@@ -18,6 +18,8 @@ THRESHOLD_FROM = {"confidence": "confidence", "sampler": "learned"}
 VERIFICATIONS = ("token", "block")
 # Every cycle runs whole blocks, so a slip of the finger here would run for minutes.
 MAX_BLOCK_LENGTH = 1024
+# quadratic_spec makes forwards of k (k + 1) tokens, each beside a mask of their square.
+MAX_QUADRATIC_BLOCK_LENGTH = 64
 # The modes that take block_length="auto".
 ADAPTIVE_MODES = ("linear_spec", "auto")
 # Below, logits over temperature leave the range of float32.
@@ -210,6 +212,12 @@ class TriModeGenerationConfig(GenerationConfig):
             if value is not None and (type(value) is not int or value < least or (most and value > most)):
                 limits = f"of at least {least}" + (f" and at most {most}" if most else "")
                 raise ValueError(f"{name} must be a whole number {limits}, got {value!r}")
+        if self.mode == "quadratic_spec" and (self.block_length or 0) > MAX_QUADRATIC_BLOCK_LENGTH:
+            k = self.block_length
+            raise ValueError(
+                f"block_length {k} is too long for quadratic_spec, whose forwards have k (k + 1) = {k * (k + 1)} "
+                f"tokens: at most {MAX_QUADRATIC_BLOCK_LENGTH}"
+            )
         for name in ("temperature", "threshold", "top_p", "entropy_bound", "verifier_mix", "repetition_penalty"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):

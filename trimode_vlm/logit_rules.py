@@ -9,7 +9,6 @@ Three kinds, by what they look at:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,8 @@ from .stops import Thought
 
 MAX_LOGIT_BIAS = 100.0
 _NEVER = float("-inf")
+# Processors may leave the range of float32, and then no distribution is left to draw from.
+_LARGEST = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,8 @@ class RowRules:
         logits_TV = self.shared.in_context(logits_TV, known, length + lead)
         logits_TV = self._without_ends(logits_TV, start + lead)
         logits_TV = self.shared.by_users(logits_TV, known, length + lead)
+        if known:
+            logits_TV = logits_TV.nan_to_num(_NEVER, _LARGEST, _NEVER).clamp(max=_LARGEST)
         place = self.thought.closing_place(ids, start) if self.thought else None
         return logits_TV if place is None else self._close(logits_TV, place - start - lead)
 
@@ -253,8 +256,8 @@ def _sequence_bias(given: Any) -> dict[tuple[int, ...], float]:
     if given is None:
         return {}
     sequences = SequenceBiasLogitsProcessor(given).sequence_bias
-    if odd := [value for value in sequences.values() if math.isnan(value) or value == math.inf]:
-        raise ValueError(f"sequence_bias must be below infinity, got {odd[0]}")
+    if odd := [value for value in sequences.values() if not value <= _LARGEST]:
+        raise ValueError(f"sequence_bias must be at most {_LARGEST:g}, got {odd[0]}")
     return sequences
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # A shorter common start is cheaper to compute than to copy.
 MIN_SHARED_TOKENS = 16
+# Every request looks at all of them.
+MAX_CONVERSATIONS = 512
 
 
 class FeatureCache:
@@ -46,7 +48,7 @@ class FeatureCache:
 
 
 class PrefixCache:
-    """Conversations that were answered, up to a number of bytes of keys and values."""
+    """Conversations that were answered: up to MAX_CONVERSATIONS, and a number of bytes of keys and values."""
 
     def __init__(self, limit_bytes: int, image_token_id: int | None) -> None:
         self.limit_bytes, self.image_token_id = limit_bytes, image_token_id
@@ -67,7 +69,7 @@ class PrefixCache:
             self._remove(entry)
         self._entries.append(conversation)
         self.held_bytes += num_bytes
-        while self.held_bytes > self.limit_bytes:
+        while self.held_bytes > self.limit_bytes or len(self._entries) > MAX_CONVERSATIONS:
             self._remove(self._entries[0])
 
     def find(self, prompt: Prompt) -> ConversationCache | None:

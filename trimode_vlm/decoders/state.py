@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -81,6 +82,8 @@ class DecodeState:
     num_forwards: int = 0
     # One per row, or none at all.
     rules: list[RowRules] = field(default_factory=list)
+    # Where an engine collects the faults of single rows, so that the others go on; without, they are raised.
+    faults: dict[int, Exception] | None = None
     # What the head gave in the last causal forward [B, T, V], where log-probabilities are reported.
     raw_logits: Tensor | None = None
 
@@ -177,17 +180,25 @@ class DecodeState:
 
         Like `process_own`, to be called before the cache moves on: the block stands behind the lengths.
         """
-        if not any(rules.act for rules in self.rules):
-            return logits_BTV
-        blocks = zip(self.rules, logits_BTV.float(), ids_BT.tolist(), self.cache.lengths, strict=True)
-        return torch.stack([rules.behind(logits, ids, length) for rules, logits, ids, length in blocks])
+        return self._by_row(RowRules.behind, logits_BTV, ids_BT)
 
     def process_own(self, logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
         """What asks for the place, on logits of the last places of the block `ids_BT`, each of its own token."""
+        return self._by_row(RowRules.own, logits_BTV, ids_BT)
+
+    def _by_row(self, rule: Callable[..., Tensor], logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
         if not any(rules.act for rules in self.rules):
             return logits_BTV
-        blocks = zip(self.rules, logits_BTV.float(), ids_BT.tolist(), self.cache.lengths, strict=True)
-        return torch.stack([rules.own(logits, ids, length) for rules, logits, ids, length in blocks])
+        out = []
+        for i, (logits, ids) in enumerate(zip(logits_BTV.float(), ids_BT.tolist(), strict=True)):
+            try:
+                out.append(rule(self.rules[i], logits, ids, self.cache.lengths[i]))
+            except Exception as error:  # of a user's processor
+                if self.faults is None:
+                    raise
+                self.faults[self.rows[i]] = error
+                out.append(logits)
+        return torch.stack(out)
 
     def held(self, canvas_BT: Tensor) -> Tensor:
         """Places of a canvas that must stay open for now: bool [B, T]; see RowRules.held."""

@@ -78,7 +78,7 @@ def with_poor_drafts(model: Any) -> Any:
 
 def measure(model: Any, processor: Any, requests: Sequence[Any], repeats: int) -> dict[str, Any]:
     """Tokens per second of every run at every number of parallel requests, and what the policy makes of each."""
-    from trimode_vlm.calibration import policy_for
+    from trimode_vlm.calibration import costs_for, policy_for
 
     parallel = [n for n in PARALLEL if n <= len(requests)]
     policy = policy_for(model, parallel[-1])
@@ -113,7 +113,7 @@ def measure(model: Any, processor: Any, requests: Sequence[Any], repeats: int) -
                 for out, ar in zip(outs, outputs["ar"], strict=True)
             ),
         }
-    costs = policy.cost.__self__.seconds_per_forward  # type: ignore[attr-defined]
+    costs = costs_for(model, parallel[-1]).seconds_per_forward
     ms = {rows: {k: sec * 1e3 for k, sec in by_tokens.items()} for rows, by_tokens in costs.items()}
     return {"block_length": own, "tokens": tokens, "rate": rate, "ms_per_forward": ms, "parallel": cells}
 

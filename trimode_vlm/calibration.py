@@ -131,6 +131,15 @@ def policy_for(model: TriModeVLM, rows: int = 1) -> Policy:
 
     A server calls it once after loading, with the most rows that it will decode together.
     """
+    return _calibration_of(model, rows).policy
+
+
+def costs_for(model: TriModeVLM, rows: int = 1) -> CostTable:
+    """What that policy reckons with."""
+    return CostTable(_calibration_of(model, rows).seconds)
+
+
+def _calibration_of(model: TriModeVLM, rows: int) -> Calibration:
     adapter = None if model.draft_adapter is None else model.draft_adapter.rank
     key = model.device, model.dtype, torch.get_num_threads(), adapter, model.config._attn_implementation
     with _lock:
@@ -138,7 +147,7 @@ def policy_for(model: TriModeVLM, rows: int = 1) -> Policy:
         if key not in of_model:
             of_model[key] = Calibration(fingerprint_of(model))
         of_model[key].cover(model, rows)
-        return of_model[key].policy
+        return of_model[key]
 
 
 @torch.inference_mode()

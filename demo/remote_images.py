@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
-from trimode_vlm.vision.images import open_image
+from trimode_vlm.vision.images import image_size, open_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_REDIRECTS = 3
+# Pixels of all pictures of a request, in largest pictures: a header of a few bytes can stand for a GiB of pixels.
+MAX_LARGEST = 4
 TIMEOUT_SEC = 10.0
 # IPv6 addresses whose last four bytes are one of IPv4: compatible ones, and those of NAT64.
 LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")  # private by RFC 8215, which Python 3.11 does not know yet
@@ -27,24 +29,39 @@ CARRIES_IPV4 = [ipaddress.IPv6Network("::/96"), ipaddress.IPv6Network("64:ff9b::
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
 
-def read_image(
-    source: Any, *, max_pixels: int, max_bytes: int, allowed_hosts: Sequence[str] = (), name: str = "image"
-) -> Image:
-    """Open the picture of an image_url part.
+def read_images(
+    sources: Mapping[str, Any], *, max_pixels: int, max_bytes: int, allowed_hosts: Sequence[str] = ()
+) -> list[Image]:
+    """Open the pictures of image_url parts, given by name; none before all of them are known to be small enough.
 
     Raises:
-        ValueError: neither a data URI nor an address that may be fetched; not an image; too large. One line.
+        ValueError: neither a data URI nor an address that may be fetched; not an image; too large, alone or in all (more
+            pixels than MAX_LARGEST pictures of `max_pixels`). One line.
     """
+    found = {name: _find(source, max_bytes, allowed_hosts, name) for name, source in sources.items()}
+    limit, total = MAX_LARGEST * max_pixels, 0
+    for name, content in found.items():
+        height, width = image_size(content, max_pixels=max_pixels, name=name, formats=FORMATS)
+        total += height * width
+        if total > limit:
+            raise ValueError(
+                f"{name}: the pictures of this request have {total} pixels up to here, more than the {limit} in all "
+                "that this server takes"
+            )
+    return [open_image(content, max_pixels=max_pixels, name=name, formats=FORMATS) for name, content in found.items()]
+
+
+def _find(source: Any, max_bytes: int, allowed_hosts: Sequence[str], name: str) -> str | bytes:
+    """The data URI itself, or what lies behind an address."""
     if not isinstance(source, str) or not source:
         raise ValueError(f"{name}: expected a data URI, got {type(source).__name__}")
     if source[:5].lower() == "data:":
-        return open_image(source, max_pixels=max_pixels, name=name, formats=FORMATS)
+        return source
     if not source.lower().startswith(("http://", "https://")):
         raise ValueError(f"{name}: only data URIs (data:image/png;base64,...) are read here, no paths or other schemes")
     if not allowed_hosts:
         raise ValueError(f"{name}: this server fetches no pictures from the web; send a data URI")
-    content = fetch(source, allowed_hosts, max_bytes, name)
-    return open_image(content, max_pixels=max_pixels, name=name, formats=FORMATS)
+    return fetch(source, allowed_hosts, max_bytes, name)
 
 
 def fetch(url: str, allowed_hosts: Sequence[str], max_bytes: int, name: str) -> bytes:
@@ -69,7 +86,7 @@ async def _fetch(url: str, allowed_hosts: Sequence[str], max_bytes: int, name: s
         for _ in range(MAX_REDIRECTS + 1):
             try:
                 parsed = httpx.URL(url)
-            except httpx.InvalidURL:
+            except (httpx.InvalidURL, UnicodeEncodeError):  # JSON can spell half a character
                 raise ValueError(f"{name}: not an address that can be read") from None
             if not is_allowed(parsed.scheme, parsed.host, parsed.port, allowed_hosts):
                 raise ValueError(f"{name}: this server does not fetch from {parsed.netloc.decode('ascii') or url!r}")

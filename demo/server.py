@@ -23,7 +23,7 @@ from trimode_vlm.demo.guards import Guard, error_body
 from trimode_vlm.demo.openapi_schema import describer
 from trimode_vlm.demo.prometheus import Metrics
 from trimode_vlm.demo.protocol import ChatRequest, CompletionRequest, DecodingRequest
-from trimode_vlm.demo.remote_images import read_image
+from trimode_vlm.demo.remote_images import read_images
 from trimode_vlm.engine import Engine
 from trimode_vlm.request import QueueFullError, RequestError
 from trimode_vlm.request import Request as EngineRequest
@@ -185,7 +185,10 @@ class _Api:
 
     def _messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with their pictures opened; what a client may not name is refused here."""
-        count, read = 0, []
+        read: list[dict[str, Any]] = []
+        # By their names in error messages: what pictures are, and the parts that wait for them.
+        sources: dict[str, Any] = {}
+        waiting: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
             content = message.get("content")
             _check_text(content, f"message {index}")
@@ -199,26 +202,27 @@ class _Api:
                         _check_text(part.get("text"), f"message {index}")
                         parts.append({"type": "text", "text": part.get("text")})
                         continue
-                    count += 1
-                    if count > self.settings.max_images:
+                    given = part.get("image_url")
+                    name = f"image {len(sources) + 1} (message {index})"
+                    sources[name] = given.get("url") if isinstance(given, dict) else given
+                    if len(sources) > self.settings.max_images:
                         raise ValueError(f"more than the {self.settings.max_images} images that this server takes")
-                    parts.append({"type": "image", "image": self._image(part, f"image {count} (message {index})")})
+                    parts.append({"type": "image"})
+                    waiting.append(parts[-1])
                 content = parts
             role = "system" if message.get("role") == "developer" else message.get("role")
             if role not in ("system", "user", "assistant"):
                 raise ValueError(f"message {index}: unknown role {role!r}; known: system, developer, user, assistant")
             read.append({"role": role, "content": content})
-        return read
-
-    def _image(self, part: dict[str, Any], name: str) -> Any:
-        given = part.get("image_url")
-        return read_image(
-            given.get("url") if isinstance(given, dict) else given,
+        images = read_images(
+            sources,
             max_pixels=self.settings.max_image_pixels,
             max_bytes=self.settings.max_image_bytes,
             allowed_hosts=self.settings.image_hosts,
-            name=name,
         )
+        for part, image in zip(waiting, images, strict=True):
+            part["image"] = image
+        return read
 
     async def answer(self, kind: str, body: DecodingRequest, requests: list[EngineRequest], http: Request) -> Response:
         """The whole reply, or its stream. A client that goes away ends its forwards."""

@@ -19,6 +19,7 @@ from PIL import Image, ImageOps, features
 from transformers.models.pixtral.image_processing_pixtral import PixtralImageProcessor, get_resize_output_image_size
 
 from trimode_vlm.image_processor import TriModeImageProcessor
+from trimode_vlm.vision import images
 from trimode_vlm.vision.images import open_image, resized_size, to_pixels, token_grid
 
 
@@ -45,6 +46,35 @@ def png_with_header(width: int, height: int) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + body
+
+
+# --- copies -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_opened_already_is_not_copied_and_nobody_elses_picture_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = encoded(smooth(20, 33))
+    once = open_image(given)
+    assert open_image(once, copy=False) is once and open_image(once) is not once
+    large = Image.new("RGB", (3000, 2000))
+    before = np.array(large).tobytes()
+    monkeypatch.setattr(images, "_to_rgb", lambda *_: pytest.fail("copied"))
+    TriModeImageProcessor(size={"longest_edge": 28})(large)
+    monkeypatch.undo()
+    assert np.array(large).tobytes() == before
+    for changed in (once.copy(), once.convert("RGBA"), Image.open(io.BytesIO(given)), once.rotate(0)):
+        if changed.mode == "RGB":
+            changed.info["note"] = "kept"
+        before = changed.mode, dict(changed.info), np.array(changed).tobytes()
+        again = open_image(changed, copy=False)
+        assert again is not changed and not again.info
+        again.paste("red", (0, 0, 33, 20))
+        again.close()
+        assert (changed.mode, dict(changed.info), np.array(changed).tobytes()) == before
+    array = np.array(once)
+    open_image(array, copy=False).paste("red", (0, 0, 33, 20))
+    assert (array == np.array(once)).all()
 
 
 # --- orientation --------------------------------------------------------------------------------------------------

@@ -19,9 +19,14 @@ from serving import need
 need("httpx")
 
 from trimode_vlm.demo import remote_images  # noqa: E402
-from trimode_vlm.demo.remote_images import is_allowed, is_public, read_image  # noqa: E402
+from trimode_vlm.demo.remote_images import is_allowed, is_public, read_images  # noqa: E402
 
 resolve = socket.getaddrinfo
+
+
+def read_image(source: Any, name: str = "image", **options: Any) -> Image.Image:
+    [image] = read_images({name: source}, **options)
+    return image
 
 
 def png(color: str) -> bytes:
@@ -272,6 +277,7 @@ def test_data_uris_in_odd_clothes() -> None:
     [
         None, 5, "", b"x", [], {}, "data:", "data:,", "data:image/png;base64", "data:image/png;base64,", "data:,hello",
         "data:image/png;base64,A", "data:image/png;base64,%%%", "data:image/png;base64,é",
+        "data:,\ud800", "data:image/png;base64,\ud800",
         " data:image/png;base64,AAAA",
         "data:image/svg+xml;base64," + base64.b64encode(b"<svg xmlns='http://www.w3.org/2000/svg'/>").decode(),
         "javascript:alert(1)", "ftp://img.test/x", "file:///etc/passwd", "/etc/passwd", "../x.png", "blob:x",
@@ -282,3 +288,18 @@ def test_what_is_no_picture_is_refused_in_one_line(source: Any) -> None:
     with pytest.raises(ValueError, match="^image 1: ") as caught:
         opened(source)
     assert "\n" not in str(caught.value) and "hello" not in str(caught.value)
+
+
+def test_a_half_character_in_an_address_names_the_picture() -> None:
+    for source in ("http://img.test/\ud800", "http://\ud800.test/x", "http://img.test/x?\ud800"):
+        with pytest.raises(ValueError, match="^image 1: "):
+            opened(source, allowed_hosts=["img.test"])
+
+
+def test_pictures_too_large_together_are_refused_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "data:image/png;base64," + base64.b64encode(RED).decode()
+    size = {"max_pixels": 48, "max_bytes": 10_000}
+    assert len(read_images({f"image {i}": source for i in range(4)}, **size)) == 4
+    monkeypatch.setattr(remote_images, "open_image", lambda *_, **__: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match="^image 5: the pictures of this request have 240 pixels.*the 192 in all"):
+        read_images({f"image {i}": source for i in range(1, 6)}, **size)

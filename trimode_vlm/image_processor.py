@@ -76,9 +76,9 @@ class TriModeImageProcessor(BaseImageProcessor):
         """Pixels per side that one image token covers."""
         return self.patch_size * self.spatial_merge_size
 
-    def open(self, source: Any, name: str | None = None) -> Image.Image:
+    def open(self, source: Any, name: str | None = None, copy: bool = True) -> Image.Image:
         """Return `source` as an upright RGB image, within this processor's pixel limit; see `open_image`."""
-        return open_image(source, max_pixels=self.max_pixels, name=name)
+        return open_image(source, max_pixels=self.max_pixels, name=name, copy=copy)
 
     def fetch_images(self, images: Any) -> Any:
         """Open one source or nested lists of them."""
@@ -119,7 +119,7 @@ class TriModeImageProcessor(BaseImageProcessor):
         """
         if kwargs:
             return self.configured(**kwargs).preprocess(images, return_tensors)
-        opened = [self.open(image) for image in flatten_images(images)]
+        opened = [self.open(image, copy=False) for image in flatten_images(images)]
         if not opened:
             raise ValueError("no images were given to the image processor")
         sizes = [self.model_size(image.height, image.width) for image in opened]

@@ -41,6 +41,7 @@ def open_image(
     max_pixels: int | None = DEFAULT_MAX_PIXELS,
     name: str | None = None,
     formats: tuple[str, ...] | None = None,
+    copy: bool = True,
 ) -> Image.Image:
     """Open `source` and return an upright, opaque 8-bit RGB image that carries no metadata.
 
@@ -50,6 +51,7 @@ def open_image(
         max_pixels: refuse larger headers before decoding; None leaves only Pillow's own limit.
         name: what error messages call the image; by default its file name.
         formats: Pillow's names of the encodings to try; None is all, some of which run other programs.
+        copy: False returns a PIL image that is all this already itself: for who only reads it.
 
     Raises:
         ValueError: missing, empty, truncated, too large or not an image. The message is one line and holds the name.
@@ -65,13 +67,19 @@ def open_image(
         opened, owned = _open_encoded(source, name, formats), True
     try:
         _check_pixels(opened.size, max_pixels, name)
-        return _to_rgb(opened, name)
+        return opened if not (copy or owned) and _is_clean(opened) else _to_rgb(opened, name)
     finally:
         if owned:
             opened.close()
 
 
-def image_size(source: Any, *, max_pixels: int | None = DEFAULT_MAX_PIXELS, name: str | None = None) -> tuple[int, int]:
+def image_size(
+    source: Any,
+    *,
+    max_pixels: int | None = DEFAULT_MAX_PIXELS,
+    name: str | None = None,
+    formats: tuple[str, ...] | None = None,
+) -> tuple[int, int]:
     """Return the (height, width) that `open_image` would give, from the file's header alone.
 
     Raises:
@@ -83,7 +91,7 @@ def image_size(source: Any, *, max_pixels: int | None = DEFAULT_MAX_PIXELS, name
     if isinstance(source, (np.ndarray, torch.Tensor)):
         opened = open_image(source, max_pixels=max_pixels, name=name)
         return opened.height, opened.width
-    image = source if isinstance(source, Image.Image) else _open_encoded(source, name)
+    image = source if isinstance(source, Image.Image) else _open_encoded(source, name, formats)
     try:
         _check_pixels(image.size, max_pixels, name)
         width, height = image.size
@@ -229,13 +237,13 @@ def _data_uri_bytes(uri: str, name: str) -> bytes:
     if not comma:
         raise ValueError(f"{name}: malformed, it has no comma before its data")
     body = urllib.parse.unquote(body) if "%" in body else body
-    if not head.lower().endswith(";base64"):
-        return urllib.parse.unquote_to_bytes(uri.partition(",")[2])
     try:
+        if not head.lower().endswith(";base64"):
+            return urllib.parse.unquote_to_bytes(uri.partition(",")[2])
         body = re.sub(r"\s+", "", body)
         return base64.b64decode(body + "=" * (-len(body) % 4), validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError(f"{name}: its base64 data is malformed") from None
+    except (binascii.Error, ValueError):  # UnicodeEncodeError too: JSON can spell half a character
+        raise ValueError(f"{name}: its data is malformed") from None
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
@@ -246,15 +254,19 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
         raise ValueError(f"{name}: the image is truncated or damaged ({error})") from error
     orientation = _orientation(image)
     try:
-        image = _flatten(image)
+        clean = _flatten(image)
     except ValueError as error:
         raise ValueError(f"{name}: cannot convert mode {image.mode} to RGB ({error})") from error
     if orientation in _ORIENTATIONS:
-        image = image.transpose(_ORIENTATIONS[orientation])
-    # Metadata left in `info` would turn the image again when it is opened a second time.
-    clean = Image.new("RGB", image.size)
-    clean.paste(image)
+        clean = clean.transpose(_ORIENTATIONS[orientation])
+    # Metadata left here would turn the image again when it is opened a second time.
+    clean.info = {}
     return clean
+
+
+def _is_clean(image: Image.Image) -> bool:
+    """Whether `_to_rgb` would only copy it. A file's image is none: it may not be loaded yet, and holds more."""
+    return type(image) is Image.Image and image.mode == "RGB" and not image.info and _orientation(image) == 1
 
 
 def _orientation(image: Image.Image) -> int:
@@ -265,7 +277,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _flatten(image: Image.Image) -> Image.Image:
-    """Composite transparency on white and rescale deep pixels to 8 bits."""
+    """Composite transparency on white and rescale deep pixels to 8 bits; always a new image."""
     if image.mode.startswith("I") or image.mode == "F":
         array = np.asarray(image)
         key = image.info.get("transparency")

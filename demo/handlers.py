@@ -24,7 +24,7 @@ Records = list[dict[str, Any]]
 
 
 class Turn:
-    """One answer under way. It may be stopped before it has a request."""
+    """One answer under way. It may be stopped before it has a request, while a thread reads its pictures."""
 
     def __init__(self) -> None:
         self.is_stopped = False
@@ -35,12 +35,12 @@ class Turn:
         if self.request is not None:
             self.request.cancel()
 
-    async def frames(self, request: Request) -> AsyncIterator[LiveAnswer]:
+    def take(self, request: Request) -> Request:
+        """From the thread that submitted it: whoever waited for that thread may have gone."""
         self.request = request
         if self.is_stopped:
             request.cancel()
-        async for live in LiveAnswer(request).frames():
-            yield live
+        return request
 
 
 class Page:
@@ -103,13 +103,13 @@ class Page:
         try:
             mode, system, *settings = options
             try:
-                request = await self._submit(history, system, mode, settings)
+                request = await self._submit(turn, history, system, mode, settings)
             except (ValueError, RequestError) as error:
                 yield None, *_unchanged(3), panels.note(f"⚠ {error}")
                 return
             answer: Message = {"role": "assistant", "content": []}
             live = None
-            async for live in turn.frames(request):
+            async for live in LiveAnswer(request).frames():
                 if self._turns.get((session, chat)) is not turn:
                     return
                 # As a part: Gradio strips the indentation of bare text.
@@ -127,12 +127,17 @@ class Page:
         finally:
             self._end(session, chat, turn)
 
-    async def _submit(self, history: list[Message], system: str, mode: str, settings: Sequence[Any]) -> Request:
-        """Pictures take time to open: in a thread."""
+    async def _submit(
+        self, turn: Turn, history: list[Message], system: str, mode: str, settings: Sequence[Any]
+    ) -> Request:
+        """Pictures take time to open: in a thread, which goes on when the visitor has left."""
         values = dict(zip(SETTING_NAMES, settings, strict=True))
-        return await asyncio.to_thread(
-            ask, self.engine, history, system, mode, values, folders=self.folders, limits=self.limits
-        )
+
+        def submit() -> Request:
+            request = ask(self.engine, history, system, mode, values, folders=self.folders, limits=self.limits)
+            return turn.take(request)
+
+        return await asyncio.to_thread(submit)
 
     def _begin(self, session: str, chat: Hashable) -> Turn:
         self.stop(session, chat)
@@ -189,12 +194,12 @@ class Page:
             for i, mode in enumerate(COMPARED):
                 yield *texts, panels.comparison(compared, texts[:i]), *_unchanged(2), panels.note(f"{mode} answers …")
                 try:
-                    request = await self._submit([message], "", mode, greedy)
+                    request = await self._submit(turn, [message], "", mode, greedy)
                 except (ValueError, RequestError) as error:
                     yield *texts, *_unchanged(3), panels.note(f"⚠ {error}")
                     return
                 live = None
-                async for live in turn.frames(request):
+                async for live in LiveAnswer(request).frames():
                     texts[i] = live.text
                     yield *texts, *_unchanged(4)
                 if request.error is not None or turn.is_stopped or live is None:
@@ -218,8 +223,8 @@ class Page:
         chat = object()  # two calls of one client run side by side
         turn = self._begin(session, chat)
         try:
-            request = await self._submit([asked], system, mode, settings)
-            async for live in turn.frames(request):
+            request = await self._submit(turn, [asked], system, mode, settings)
+            async for live in LiveAnswer(request).frames():
                 yield {"text": live.text} | live.record()
             if request.error is not None:
                 raise RequestError(str(request.error)) from request.error

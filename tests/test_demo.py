@@ -32,7 +32,7 @@ from gradio_client import Client, handle_file  # noqa: E402
 
 import trimode_vlm  # noqa: E402
 from trimode_vlm import cli  # noqa: E402
-from trimode_vlm.demo import app, panels, serve  # noqa: E402
+from trimode_vlm.demo import app, handlers, panels, serve  # noqa: E402
 from trimode_vlm.demo.chat_logic import (  # noqa: E402
     MODE_SETTINGS,
     MODES,
@@ -43,7 +43,7 @@ from trimode_vlm.demo.chat_logic import (  # noqa: E402
     options_of,
     user_message,
 )
-from trimode_vlm.demo.handlers import Page  # noqa: E402
+from trimode_vlm.demo.handlers import Page, Turn  # noqa: E402
 from trimode_vlm.demo.live_answer import LiveAnswer  # noqa: E402
 from trimode_vlm.demo.server import ServerSettings, create_app  # noqa: E402
 from trimode_vlm.engine import Engine  # noqa: E402
@@ -229,7 +229,7 @@ def settled_text(html: str) -> str:
 @pytest.mark.parametrize("mode", ["diffusion", "linear_spec"])
 def test_canvas_ends_where_the_answer_ends_and_repeats_nothing(engine: Engine, mode: str) -> None:
     page = Page(engine, [EXAMPLES])
-    request = asyncio.run(page._submit([question(RECEIPT, "receipt-1.png")], "", mode, VALUES))
+    request = asyncio.run(page._submit(Turn(), [question(RECEIPT, "receipt-1.png")], "", mode, VALUES))
     live, seen, longest = LiveAnswer(request), [], 0
     for event in request:
         live.take(event)
@@ -340,6 +340,35 @@ def test_who_leaves_is_forgotten_and_leaves_nothing_running(engine: Engine) -> N
     assert records == [] and page._turns == {}
     wait_for(lambda: not engine.stats()["running"])
     assert engine.stats()["finished"]["cancelled"] == cancelled + 1
+
+
+def test_who_leaves_while_pictures_are_read_leaves_nothing_running(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, is_left, requests = Page(engine, [EXAMPLES]), threading.Event(), []
+    ask = handlers.ask
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert is_left.wait(30)
+        requests.append(ask(*args, **options))
+        return requests[-1]
+
+    monkeypatch.setattr(handlers, "ask", slow)
+
+    async def left() -> None:
+        answer = page.answer("a", "Count from 60 to 1.", "ar", "", *VALUES)
+        asked = asyncio.ensure_future(anext(answer))
+        while not page._turns:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        asked.cancel()
+        await asyncio.wait([asked])
+        assert page._turns == {} and requests == []
+        is_left.set()
+
+    asyncio.run(left())
+    wait_for(lambda: requests and requests[0].is_done)
+    assert requests[0].generation.rows[0].finish_reason == "cancelled"
 
 
 def test_a_newer_turn_of_a_chat_ends_the_one_before(engine: Engine) -> None:

@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -77,19 +77,24 @@ class Reply:
                     for row in range(len(request.texts)):
                         yield self._chunk(first + row, {"role": "assistant", "content": ""}, include_usage)
                 async for event in request.events():
-                    if event.text or event.event.logprobs or event.event.finish_reason:
-                        yield self._event_chunk(first, request, event, include_usage)
+                    for chunk in self._event_chunks(first, request, event, include_usage):
+                        yield chunk
                 first += len(request.texts)
         finally:
             self.cancel()
         if include_usage:
             yield self.frame(is_chunk=True, choices=[], usage=usage(self.requests))
 
-    def _event_chunk(self, first: int, request: Request, event: TextEvent, include_usage: bool) -> dict[str, Any]:
-        delta = {"content": event.text} if event.text or not event.event.finish_reason else {}
-        logprobs = self._logprob_object(request, first + event.row, self._logprobs(event))
-        reason = event.event.finish_reason and FINISH_REASONS[event.event.finish_reason]
-        return self._chunk(first + event.row, delta, include_usage, logprobs, reason)
+    def _event_chunks(
+        self, first: int, request: Request, event: TextEvent, include_usage: bool
+    ) -> Iterator[dict[str, Any]]:
+        """What the event brought, then the end of the choice in a chunk without text, as OpenAI tells it."""
+        index = first + event.row
+        if event.text or event.event.logprobs:
+            logprobs = self._logprob_object(request, index, self._logprobs(event))
+            yield self._chunk(index, {"content": event.text}, include_usage, logprobs)
+        if event.event.finish_reason:
+            yield self._chunk(index, {}, include_usage, reason=FINISH_REASONS[event.event.finish_reason])
 
     def _chunk(
         self, index: int, delta: dict[str, Any], include_usage: bool, logprobs: Any = None, reason: Any = None
@@ -154,6 +159,23 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+
+
+def most_characters(tokenizer: Any) -> int | None:
+    """How many characters one token stands for at most.
+
+    None where that cannot be told: a normalizer, an unknown token or one that takes the blanks beside it may stand for
+    any number.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.normalizer is not None or type(backend.model).__name__ != "BPE":
+        return None
+    split, vocabulary = repr(backend.pre_tokenizer), tokenizer.get_vocab()
+    keeps_all = "ByteLevel" in split and "Removed" not in split and byte_alphabet().keys() <= vocabulary.keys()
+    if not keeps_all or any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
+        return None
+    # A piece has a letter for each byte, and a character has one byte at least.
+    return max(map(len, vocabulary))
 
 
 def usage(requests: Sequence[Request]) -> dict[str, Any]:

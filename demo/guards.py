@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Reachable without a key: what load balancers and scrapers ask. A web page mounted beside the API has its own doors.
 GUARDED = "/v1/"
+logger = logging.getLogger(__name__)
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class ApiError(Exception):
+    """An answer other than 200, in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.body = status, error_body(message, kind, code)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Give every error that a route raises, and those of routing itself, OpenAI's shape."""
+    app.exception_handler(ApiError)(_api_error)
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(RequestValidationError)(_validation_error)
+    app.exception_handler(Exception)(_server_error)
 
 
 class Guard:
@@ -90,3 +112,33 @@ async def _reply(send: Callable[[Message], Awaitable[None]], status: int, body: 
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {"Retry-After": "1"} if error.status == 429 else None
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code, error.headers)
+
+
+async def _validation_error(_: Request, error: Exception) -> Response:
+    """The first fault, in one line that names the field."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":  # its place is a character of the text
+        reason = f"{first['ctx']['error']} at character {first['loc'][-1]}"
+        return JSONResponse(error_body(f"the body is not valid JSON: {reason}", "invalid_request_error"), 400)
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = place[0] if place else None
+    text = first["msg"].removeprefix("Value error, ")
+    message = f"{'.'.join(place)}: {text}" if place else text
+    return JSONResponse(error_body(message, "invalid_request_error", param=param), 400)
+
+
+async def _server_error(http: Request, error: Exception) -> Response:
+    logger.exception("%s %s failed", http.method, http.url.path, exc_info=error)
+    return JSONResponse(error_body(f"{type(error).__name__} in the server", "server_error"), 500)

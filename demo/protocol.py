@@ -6,6 +6,7 @@ a field that neither has is refused by name.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
@@ -16,8 +17,23 @@ from trimode_vlm.generation_config import COMMIT_RULES, VERIFICATIONS
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+# generate()'s names, which its refusals use, as a client of the API knows them.
+WORDS = {
+    "do_sample=True": "a temperature above 0",
+    "do_sample=False": "temperature 0",
+    "num_return_sequences": "n",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+    "output_logprobs": "logprobs",
+}
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 Count = Annotated[StrictInt, Field(ge=1)]
+
+
+def in_words_of_the_api(message: str) -> str:
+    """A refusal of generate()'s with the names of fields here."""
+    return re.sub("|".join(WORDS), lambda match: WORDS[match.group()], message)
 
 
 class StreamOptions(BaseModel):

@@ -35,8 +35,8 @@ def read_images(
     """Open the pictures of image_url parts, given by name; none before all of them are known to be small enough.
 
     Raises:
-        ValueError: neither a data URI nor an address that may be fetched; not an image; too large, alone or in all (more
-            pixels than MAX_LARGEST pictures of `max_pixels`). One line.
+        ValueError: neither a data URI nor an address that may be fetched; not an image; too large, alone or together
+            (MAX_LARGEST x `max_pixels`). One line.
     """
     found = {name: _find(source, max_bytes, allowed_hosts, name) for name, source in sources.items()}
     limit, total = MAX_LARGEST * max_pixels, 0

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from trimode_vlm.demo.completions import Reply
+from trimode_vlm.demo.completions import Reply, most_characters
 from trimode_vlm.demo.drain import Drain, UnderWay
-from trimode_vlm.demo.guards import Guard, error_body
+from trimode_vlm.demo.guards import ApiError, Guard, handle_errors
 from trimode_vlm.demo.openapi_schema import describer
 from trimode_vlm.demo.prometheus import Metrics
-from trimode_vlm.demo.protocol import ChatRequest, CompletionRequest, DecodingRequest
+from trimode_vlm.demo.protocol import ChatRequest, CompletionRequest, DecodingRequest, in_words_of_the_api
 from trimode_vlm.demo.remote_images import read_images
 from trimode_vlm.engine import Engine
 from trimode_vlm.request import QueueFullError, RequestError
@@ -30,7 +28,7 @@ from trimode_vlm.request import Request as EngineRequest
 
 # How often a reply that waits asks whether its client is still there.
 DISCONNECT_POLL_SEC = 0.1
-logger = logging.getLogger(__name__)
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +45,6 @@ class ServerSettings:
     image_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
     timeout_sec: float | None = 300.0
-
-
-class ApiError(Exception):
-    """An answer other than 200, in OpenAI's shape."""
-
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.body = status, error_body(message, kind, code)
 
 
 def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics | None = None) -> FastAPI:
@@ -106,10 +96,7 @@ def create_app(engine: Engine, settings: ServerSettings, metrics: Metrics | None
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.openapi = describer(app, bool(settings.api_keys))  # type: ignore[method-assign]
-    app.exception_handler(ApiError)(_api_error)
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(RequestValidationError)(_validation_error)
-    app.exception_handler(Exception)(_server_error)
+    handle_errors(app)
     app.add_middleware(Guard, api_keys=settings.api_keys, max_body_bytes=settings.max_body_bytes)
     if settings.cors_origins:
         app.add_middleware(
@@ -125,6 +112,11 @@ class _Api:
     def __init__(self, engine: Engine, settings: ServerSettings, drain: Drain) -> None:
         self.engine, self.settings, self.drain = engine, settings, drain
         self.processor = engine.processor
+        # Tokens that a prompt can have at most, by the model and by memory; characters that these can stand for.
+        slots = engine.admission.kv_bytes // engine.admission.bytes_per_slot
+        self.most_tokens = min(engine.model.config.max_position_embeddings, slots)
+        per_token = most_characters(self.processor.tokenizer)
+        self.most_characters = None if per_token is None else self.most_tokens * per_token
         self.card = {"id": settings.model_name, "object": "model", "created": 0, "owned_by": "trimode-vlm"}
 
     def check_model(self, name: str | None) -> None:
@@ -134,16 +126,35 @@ class _Api:
 
     async def start(self, submit: Callable[[], list[EngineRequest]]) -> list[EngineRequest]:
         """Read and submit in a thread: pictures take time to decode, which a full queue is spared."""
+        submitted: list[EngineRequest] = []
+        is_left = False
+
+        def work() -> None:
+            submitted.extend(submit())
+            if is_left:
+                _cancel(submitted)
+
         try:
             self.engine.check_open()
-            return await asyncio.to_thread(submit)
+            await asyncio.to_thread(work)
+            return submitted
+        except asyncio.CancelledError:
+            # The thread goes on, and nobody is left to own what it submits.
+            is_left = True
+            _cancel(submitted)
+            raise
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         except QueueFullError as error:
             raise ApiError(429, str(error), "rate_limit_error", "queue_full") from error
         except RequestError as error:
-            code = "shutting_down" if self.drain.has_begun else "engine_failed"
-            raise ApiError(503, str(error), "server_error", code) from error
+            raise self.failure(error, "engine_failed", 503) from error
+
+    def failure(self, error: RequestError, code: str | None = None, status: int = 500) -> ApiError:
+        """What a client is told of an engine that could not go on: that it ends, or that it has failed."""
+        if self.drain.has_begun:
+            code, status = "shutting_down", 503
+        return ApiError(status, str(error), "server_error", code)
 
     def chat(self, body: ChatRequest) -> EngineRequest:
         self.check_model(body.model)
@@ -166,54 +177,69 @@ class _Api:
             for prompt in prompts:
                 requests.append(self._submit(body, self._prompt(prompt)))
         except Exception:
-            for request in requests:
-                request.cancel()
+            _cancel(requests)
             raise
         return requests
 
     def _submit(self, body: DecodingRequest, inputs: dict[str, Any]) -> EngineRequest:
         options = {"mode": self.settings.default_mode} | body.options()
-        return self.engine.submit(inputs, timeout_sec=self.settings.timeout_sec, **options)
+        try:
+            return self.engine.submit(inputs, timeout_sec=self.settings.timeout_sec, **options)
+        except ValueError as error:
+            raise ValueError(in_words_of_the_api(str(error))) from error
 
     def _prompt(self, prompt: str | list[int]) -> dict[str, Any]:
         import torch
 
         if isinstance(prompt, str):
-            _check_text(prompt, "prompt")
+            self._check_length("prompt", [_whole_text(prompt, "prompt")])
             return {"input_ids": self.processor(text=prompt, return_tensors="pt")["input_ids"]}
+        size = self.engine.model.config.vocab_size
+        if unknown := [token_id for token_id in prompt if not 0 <= token_id < size]:
+            raise ValueError(f"prompt: token id {unknown[0]} is outside the vocabulary of {size} tokens")
         return {"input_ids": torch.tensor([prompt])}
+
+    def _check_length(self, name: str, texts: list[str]) -> None:
+        """Refuse at once what would be tokenised for long and could never fit."""
+        count = sum(map(len, texts))
+        if self.most_characters is not None and count > self.most_characters:
+            raise ValueError(
+                f"{name}: {count} characters, more than the {self.most_tokens} tokens of a prompt can hold"
+            )
 
     def _messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with their pictures opened; what a client may not name is refused here."""
-        read: list[dict[str, Any]] = []
+        read, texts = [], []
         # By their names in error messages: what pictures are, and the parts that wait for them.
         sources: dict[str, Any] = {}
         waiting: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
-            content = message.get("content")
-            _check_text(content, f"message {index}")
-            if isinstance(content, list):
-                parts = []
-                for part in content:
-                    kind = part.get("type") if isinstance(part, dict) else None
-                    if kind not in ("text", "image_url"):
-                        raise ValueError(f"message {index}: unknown content part {kind!r}; known: text, image_url")
-                    if kind == "text":
-                        _check_text(part.get("text"), f"message {index}")
-                        parts.append({"type": "text", "text": part.get("text")})
-                        continue
-                    given = part.get("image_url")
-                    name = f"image {len(sources) + 1} (message {index})"
-                    sources[name] = given.get("url") if isinstance(given, dict) else given
-                    if len(sources) > self.settings.max_images:
-                        raise ValueError(f"more than the {self.settings.max_images} images that this server takes")
-                    parts.append({"type": "image"})
-                    waiting.append(parts[-1])
-                content = parts
             role = "system" if message.get("role") == "developer" else message.get("role")
             if role not in ("system", "user", "assistant"):
                 raise ValueError(f"message {index}: unknown role {role!r}; known: system, developer, user, assistant")
-            read.append({"role": role, "content": content})
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            taken: list[dict[str, Any]] = []
+            for part in parts:
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind == "text":
+                    text = part.get("text")
+                    if not isinstance(text, str):
+                        raise ValueError(f"message {index}: expected text, got {type(text).__name__}")
+                    texts.append(_whole_text(text, f"message {index}"))
+                    taken.append({"type": "text", "text": text})
+                elif kind == "image_url":
+                    given = part.get("image_url")
+                    name = f"image {len(sources) + 1} (message {index})"
+                    sources[name] = given.get("url") if isinstance(given, dict) else given
+                    taken.append({"type": "image"})
+                    waiting.append(taken[-1])
+                else:
+                    raise ValueError(f"message {index}: unknown content part {kind!r}; known: text, image_url")
+            read.append({"role": role, "content": taken if isinstance(content, list) else content})
+        if len(sources) > self.settings.max_images:
+            raise ValueError(f"more than the {self.settings.max_images} images that this server takes")
+        self._check_length("messages", texts)
         images = read_images(
             sources,
             max_pixels=self.settings.max_image_pixels,
@@ -229,12 +255,12 @@ class _Api:
         reply = Reply(kind, self.settings.model_name, self.processor.tokenizer, requests)
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return _Stream(reply, include_usage)
+            return _Stream(reply, include_usage, self.failure)
         watch = asyncio.create_task(_cancel_when_gone(http, reply))
         try:
             whole = await reply.whole()
         except RequestError as error:
-            raise ApiError(500, str(error), "server_error") from error
+            raise self.failure(error) from error
         finally:
             watch.cancel()
             reply.cancel()
@@ -246,8 +272,8 @@ class _Api:
 class _Stream(StreamingResponse):
     """A reply's chunks as server-sent events. However it ends, before its first byte even, so do its forwards."""
 
-    def __init__(self, reply: Reply, include_usage: bool) -> None:
-        super().__init__(_server_sent(reply, include_usage), media_type="text/event-stream")
+    def __init__(self, reply: Reply, include_usage: bool, failure: Callable[[RequestError], ApiError]) -> None:
+        super().__init__(_server_sent(reply, include_usage, failure), media_type="text/event-stream")
         self.reply = reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -257,19 +283,27 @@ class _Stream(StreamingResponse):
             self.reply.cancel()
 
 
-def _check_text(text: Any, name: str) -> None:
-    """JSON can spell half a character, which no tokenizer takes."""
-    if isinstance(text, str) and any("\ud800" <= character <= "\udfff" for character in text):
+def _whole_text(text: str, name: str) -> str:
+    """The text; JSON can spell half a character, which no tokenizer takes."""
+    if HALF_CHARACTER.search(text):
         raise ValueError(f"{name}: the text holds half of a surrogate pair (\\ud800 to \\udfff)")
+    return text
 
 
-async def _server_sent(reply: Reply, include_usage: bool) -> AsyncIterator[str]:
+def _cancel(requests: Iterable[EngineRequest]) -> None:
+    for request in requests:
+        request.cancel()
+
+
+async def _server_sent(
+    reply: Reply, include_usage: bool, failure: Callable[[RequestError], ApiError]
+) -> AsyncIterator[str]:
     """The chunks as server-sent events. An engine that fails is told as an event, since the status is out."""
     try:
         async for chunk in reply.chunks(include_usage):
             yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
     except RequestError as error:
-        yield f"data: {json.dumps(error_body(str(error), 'server_error'))}\n\n"
+        yield f"data: {json.dumps(failure(error).body)}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -277,30 +311,3 @@ async def _cancel_when_gone(http: Request, reply: Reply) -> None:
     while not await http.is_disconnected():
         await asyncio.sleep(DISCONNECT_POLL_SEC)
     reply.cancel()
-
-
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    headers = {"Retry-After": "1"} if error.status == 429 else None
-    return JSONResponse(error.body, error.status, headers)
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code, error.headers)
-
-
-async def _validation_error(_: Request, error: Exception) -> Response:
-    """The first fault, in one line that names the field."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    param = place[0] if place else None
-    text = first["msg"].removeprefix("Value error, ")
-    message = f"{'.'.join(place)}: {text}" if place else text
-    return JSONResponse(error_body(message, "invalid_request_error", param=param), 400)
-
-
-async def _server_error(http: Request, error: Exception) -> Response:
-    logger.exception("%s %s failed", http.method, http.url.path, exc_info=error)
-    return JSONResponse(error_body(f"{type(error).__name__} in the server", "server_error"), 500)

@@ -31,9 +31,10 @@ import openai  # noqa: E402
 import trimode_vlm  # noqa: E402
 from trimode_vlm import cli  # noqa: E402
 from trimode_vlm.demo import serve  # noqa: E402
-from trimode_vlm.demo.completions import Reply  # noqa: E402
+from trimode_vlm.demo.completions import Reply, byte_alphabet, most_characters  # noqa: E402
+from trimode_vlm.demo.drain import Drain  # noqa: E402
 from trimode_vlm.demo.prometheus import Metrics  # noqa: E402
-from trimode_vlm.demo.server import ServerSettings, create_app  # noqa: E402
+from trimode_vlm.demo.server import ServerSettings, _Api, create_app  # noqa: E402
 from trimode_vlm.engine import Engine, EngineSettings  # noqa: E402
 from trimode_vlm.request import RequestError  # noqa: E402
 
@@ -112,6 +113,8 @@ def test_streaming_equals_not_streaming(client: openai.OpenAI, mode: str) -> Non
     assert joined == whole.choices[0].message.content == QUESTIONS[2]["answer"]
     assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 3
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
+    ending = next(c.choices[0] for c in chunks if c.choices and c.choices[0].finish_reason)
+    assert ending.delta.model_dump(exclude_none=True) == {} and ending.logprobs is None
     usage, last = whole.usage, chunks[-1].usage
     assert not chunks[-1].choices and last.completion_tokens == usage.completion_tokens == 167
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
@@ -257,6 +260,8 @@ def test_completions(client: openai.OpenAI, engine: Engine) -> None:
     stream = client.completions.create(model="nano", stream=True, logprobs=0, **options)
     told: list[tuple[list[str], list[int]]] = [([], []), ([], [])]
     for chunk in stream:
+        if chunk.choices[0].finish_reason:
+            continue
         for whole, part in zip(
             told[chunk.choices[0].index],
             (chunk.choices[0].logprobs.tokens, chunk.choices[0].logprobs.text_offset),
@@ -269,6 +274,9 @@ def test_completions(client: openai.OpenAI, engine: Engine) -> None:
     ids = engine.processor.tokenizer.encode("12 ")
     by_ids = client.completions.create(model="nano", prompt=ids, max_tokens=2)
     assert by_ids.usage.prompt_tokens == len(ids)
+    for token_id in (2**63, -(2**63) - 1, -1, 10**6):
+        with pytest.raises(openai.BadRequestError, match=f"token id {token_id} is outside the vocabulary of "):
+            client.completions.create(model="nano", prompt=[70, token_id])
     with pytest.raises(openai.BadRequestError, match="200 prompts in one request; this server queues 128"):
         client.completions.create(model="nano", prompt=["Count from 3 to 1."] * 200)
 
@@ -293,7 +301,13 @@ def test_models(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": "a " * 9000}]}, openai.BadRequestError, "4096 positions"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         ({"temperature": 3}, openai.BadRequestError, "temperature"),
-        ({"n": 2}, openai.BadRequestError, "num_return_sequences"),
+        ({"n": 2}, openai.BadRequestError, "n=2 needs a temperature above 0"),
+        ({"top_p": 0.5}, openai.BadRequestError, "top_p=0.5 has no effect without a temperature above 0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+            openai.BadRequestError,
+            "message 0: expected text, got NoneType",
+        ),
         ({"stop": ""}, openai.BadRequestError, "stop"),
         ({"frequency_penalty": 1.0}, openai.BadRequestError, "frequency_penalty"),
         ({"tools": [{"type": "function"}]}, openai.BadRequestError, "tools"),
@@ -345,6 +359,44 @@ def test_a_picture_of_too_many_pixels_and_too_many_pictures(client: openai.OpenA
         ask(client, [{"role": "user", "content": [picture("chart-1.png")] * 4}])
 
 
+def test_a_text_that_can_never_fit_is_not_tokenised(
+    client: openai.OpenAI, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = engine.processor.tokenizer
+    longest = max(map(len, tokenizer.get_vocab()))
+    assert most_characters(tokenizer) == longest
+    long = "x " * (4096 * longest // 2 + 1)
+    monkeypatch.setattr(type(engine.processor), "apply_chat_template", lambda *_, **__: pytest.fail("tokenised"))
+    monkeypatch.setattr(type(engine.processor), "__call__", lambda *_, **__: pytest.fail("tokenised"))
+    with pytest.raises(openai.BadRequestError, match=f"messages: {len(long)} characters, more than the 4096 tokens"):
+        ask(client, [{"role": "user", "content": long[:1000]}, {"role": "user", "content": [text(long[1000:])]}])
+    with pytest.raises(openai.BadRequestError, match=f"prompt: {len(long)} characters, more than the 4096 tokens"):
+        client.completions.create(model="nano", prompt=long)
+
+
+def test_what_one_token_stands_for_is_told_only_where_it_is_bound() -> None:
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def made(vocabulary: list[str], normalizer: Any = None, pre_tokenizer: Any = None) -> Any:
+        model = models.BPE(vocab={piece: i for i, piece in enumerate(vocabulary)}, merges=[])
+        backend = Tokenizer(model)
+        backend.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel()
+        if normalizer is not None:
+            backend.normalizer = normalizer
+        return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+    letters = [*byte_alphabet()]
+    assert most_characters(made([*letters, "abc"])) == 3
+    blanks = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Whitespace()])
+    assert most_characters(made(letters[1:])) is None
+    assert most_characters(made(letters, normalizers.Strip())) is None
+    assert most_characters(made(letters, None, blanks)) is None
+    greedy = made(letters)
+    greedy.add_tokens([AddedToken("<x>", lstrip=True)])
+    assert most_characters(greedy) is None
+
+
 def test_keys_and_bodies_are_checked_before_anything(address: str) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
         reply = httpx.post(address + "/v1/chat/completions", json={"messages": COUNT}, headers=headers)
@@ -357,7 +409,10 @@ def test_keys_and_bodies_are_checked_before_anything(address: str) -> None:
     for body in (b"", b"{", b"[]", b"null", b'{"messages": 1}', b"\xff\xfe"):
         reply = httpx.post(address + "/v1/chat/completions", content=body, headers=headers)
         assert reply.status_code == 400 and reply.json()["error"]["message"]
-    assert httpx.get(address + "/v1/nothing", headers=headers).json()["error"]["message"] == "Not Found"
+    reply = httpx.post(address + "/v1/chat/completions", content=b'{"a": }', headers=headers).json()["error"]
+    assert reply["message"] == "the body is not valid JSON: Expecting value at character 6" and reply["param"] is None
+    for path in ("/v1/nothing", "/nothing"):
+        assert httpx.get(address + path, headers=headers).json()["error"]["message"] == "Not Found"
     assert httpx.get(address + "/health").json() == {"status": "ok"}
 
 
@@ -481,8 +536,8 @@ def test_a_stream_whose_first_byte_cannot_be_sent_ends_its_forwards(engine: Engi
             await app(scope, receive, send)
 
     asyncio.run(call())
+    wait_for(lambda: engine.stats()["finished"].get("cancelled", 0) == cancelled + 1)
     wait_until_idle(engine)
-    assert engine.stats()["finished"]["cancelled"] == cancelled + 1
 
 
 def test_different_pictures_at_once_are_not_mixed(client: openai.OpenAI) -> None:
@@ -557,6 +612,30 @@ def test_a_text_model_refuses_pictures() -> None:
     assert reply.status_code == 400
 
 
+def test_what_a_thread_submits_after_its_visitor_has_left_is_cancelled(engine: Engine) -> None:
+    api = _Api(engine, ServerSettings(), Drain(engine))
+    started, may_end, made = threading.Event(), threading.Event(), []
+
+    def submit() -> list[Any]:
+        started.set()
+        assert may_end.wait(60)
+        inputs = engine.processor(text="12", return_tensors="pt")
+        made.append(engine.submit(inputs, mode="ar", max_new_tokens=3900, min_new_tokens=3900))
+        return made
+
+    async def visit() -> None:
+        task = asyncio.create_task(api.start(submit))
+        await asyncio.to_thread(started.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_end.set()
+
+    asyncio.run(visit())
+    wait_for(lambda: made and made[0].is_cancelled)
+    wait_until_idle(engine)
+
+
 # --- its end
 
 
@@ -595,12 +674,22 @@ def test_a_drain_that_takes_too_long_ends_what_is_left() -> None:
     server = serve.draining_server(app, "127.0.0.1", 0, drain_sec=0.5)
     body = {"messages": COUNT, "max_tokens": 3900, "min_tokens": 3900, "stream": True}
     with listening(app, server) as url:
+        whole: list[httpx.Response] = []
+        waits = threading.Thread(
+            target=lambda: whole.append(
+                httpx.post(url + "/v1/chat/completions", json=body | {"stream": False}, timeout=60)
+            )
+        )
+        waits.start()
         with httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=60) as reply:
             lines = (line for line in reply.iter_lines() if line)
             next(lines)
+            wait_for(lambda: engine.stats()["running"] == 2)
             server.should_exit = True
             rest = list(lines)
-        assert rest[-1] == "data: [DONE]" and "shutting down" in rest[-2]
+        waits.join(60)
+        assert rest[-1] == "data: [DONE]" and "shutting down" in rest[-2] and '"shutting_down"' in rest[-2]
+        assert (whole[0].status_code, whole[0].json()["error"]["code"]) == (503, "shutting_down")
         wait_for(lambda: not engine.is_alive)
 
 
@@ -677,6 +766,6 @@ def test_tracebacks_are_on_stderr() -> None:
     finally:
         watchdog.cancel()
         process.kill()
-    assert "ERROR trimode_vlm.demo.server: GET /metrics failed\nTraceback" in said
+    assert "ERROR trimode_vlm.demo.guards: GET /metrics failed\nTraceback" in said
     assert "ERROR trimode_vlm.engine: a request failed\nTraceback" in said
     assert "RuntimeError: a fault of the scrape" in said and "RuntimeError: a fault of the request" in said

@@ -463,7 +463,7 @@ def test_a_failed_line_of_a_pipe_shows_in_the_exit_code(chat: Any, chat_model: A
     code, out, err = chat(stdin="/image\n/image https://a.org/a.png\n")
     assert code == 1 and out == "" and "type /image FILE" in err and "download it first" in err
     code, out, err = chat(stdin="word " * 2 * chat_model.config.max_position_embeddings)
-    assert code == 1 and out == "" and len(err.splitlines()) == 2
+    assert code == 1 and out == "" and len(err.splitlines()) == 3
 
 
 def test_piped_question_without_newline_and_no_stdin(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,8 +212,8 @@ class TriModeGenerationConfig(GenerationConfig):
             if value is not None and (type(value) is not int or value < least or (most and value > most)):
                 limits = f"of at least {least}" + (f" and at most {most}" if most else "")
                 raise ValueError(f"{name} must be a whole number {limits}, got {value!r}")
-        if self.mode == "quadratic_spec" and (self.block_length or 0) > MAX_QUADRATIC_BLOCK_LENGTH:
-            k = self.block_length
+        k = self.block_length
+        if self.mode == "quadratic_spec" and isinstance(k, int) and k > MAX_QUADRATIC_BLOCK_LENGTH:
             raise ValueError(
                 f"block_length {k} is too long for quadratic_spec, whose forwards have k (k + 1) = {k * (k + 1)} "
                 f"tokens: at most {MAX_QUADRATIC_BLOCK_LENGTH}"

@@ -16,6 +16,7 @@ from gradio.utils import get_upload_folder
 from gradio_client.utils import is_http_url_like
 
 import trimode_vlm
+from trimode_vlm.checkpoints import NANO, NANO_HINT
 from trimode_vlm.demo import panels
 from trimode_vlm.demo.chat_logic import BY_MODE, COMPARED, MODE_SETTINGS, MODES, Limits
 from trimode_vlm.demo.handlers import SETTING_NAMES, Page
@@ -34,30 +35,32 @@ THEME = gr.themes.Default(
 PRIVATE: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
 
 
-def build(engine: Engine, default_mode: str = "linear_spec", limits: Limits | None = None) -> gr.Blocks:
-    """The page over a running engine."""
+def build(
+    engine: Engine, default_mode: str = "linear_spec", limits: Limits | None = None, *, name: str | None = None,
+    note: str | None = None,
+) -> gr.Blocks:  # fmt: skip
+    """The page over a running engine; name: of the model; note: what a visitor should know of it."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     page = Page(engine, [Path(get_upload_folder()), EXAMPLES], limits)
     has_vision = engine.model.config.vision_config is not None
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(3600, KEPT_SEC)) as blocks:
-        gr.Markdown(
-            f"# {TITLE}\nOne model, three ways to decode. TPF is tokens per forward: the higher, the fewer steps."
-        )
+        gr.HTML(panels.title(TITLE, name, note), elem_id="title", padding=False)
         with gr.Row(equal_height=False):
             with gr.Column(scale=3, min_width=320), gr.Tabs():
                 if has_vision:
-                    with gr.Tab("Chat"):
+                    with gr.Tab("Chat") as chat_tab:
                         chat = _chat_parts(with_images=True)
-                    with gr.Tab("Compare"):
+                    with gr.Tab("Compare") as compare_tab:
                         comparing = _compare_parts()
-                with gr.Tab("Text only"):
+                with gr.Tab("Text only") as text_tab:
                     text_chat = _chat_parts(with_images=False)
             with gr.Column(scale=2, min_width=320):
-                mode = gr.Radio(MODES, value=default_mode, label="Mode")
+                mode = gr.Radio(list(MODES), value=default_mode, label="Mode", info=MODES[default_mode])
                 settings = _settings_parts(engine, default_mode)
-                panel = gr.HTML(panels.stats(None) + panels.canvas(None, str, None), elem_id="live")
+                panel = gr.HTML(panels.live_panel(None), elem_id="live")
                 with gr.Accordion("TPF by answer length, this session", open=True):
                     session = gr.HTML(panels.session([]), elem_id="session")
+                    reset = gr.Button("Reset", size="sm")
         shared: dict[str, Any] = {
             "records": gr.State([]),
             "values": [mode, settings["system"], *(settings[name] for name in SETTING_NAMES)],
@@ -68,12 +71,16 @@ def build(engine: Engine, default_mode: str = "linear_spec", limits: Limits | No
         if has_vision:
             _wire_chat(page, "chat", chat, shared)
             _wire_compare(page, comparing, shared)
+            _wire_tabs([chat_tab, text_tab], compare_tab, mode, settings)
         _wire_chat(page, "text", text_chat, shared)
+        reset.click(_reset, shared["records"], [session, shared["records"]], **PRIVATE)
         _wire_api(page, shared["values"], has_vision)
         blocks.unload(_left(page))
     for block in blocks.blocks.values():
         if isinstance(block, (gr.Chatbot, gr.MultimodalTextbox)):
             _fetch_nothing(block)
+        if isinstance(block, (gr.Radio, gr.Slider, gr.Number)):
+            _refuse_quietly(block)
     # Gradio compares the paths that clients name with the upload folder only then, and a mounted page never launches.
     blocks.has_launched = True
     return blocks
@@ -91,10 +98,35 @@ def _fetch_nothing(block: Any) -> None:
     block.async_move_resource_to_block_cache = local_only
 
 
-def mount(app: Any, engine: Engine, path: str = "/", limits: Limits | None = None) -> Any:
-    """The page on a server's application, beside its API."""
+def _refuse_quietly(block: Any) -> None:
+    """Keep what a client asked wrongly out of the log: it is told, and the server is not at fault."""
+    preprocess = block.preprocess
+
+    def checked(payload: Any) -> Any:
+        try:
+            return preprocess(payload)
+        except gr.Error as error:
+            error.print_exception = False
+            raise
+        except (TypeError, ValueError):
+            reason = f"{block.label}: cannot be {payload!r}"
+            raise gr.Error(reason, print_exception=False) from None
+
+    block.preprocess = checked
+
+
+def note_of(model: str) -> str | None:
+    """What a visitor should know of a model, by what `--model` calls it."""
+    return NANO_HINT if model == NANO else None
+
+
+def mount(
+    app: Any, engine: Engine, path: str = "/", limits: Limits | None = None, *, name: str | None = None,
+    note: str | None = None,
+) -> Any:  # fmt: skip
+    """The page on a server's application, beside its API; the rest as `build`."""
     app = gr.mount_gradio_app(
-        app, build(engine, limits=limits), path, theme=THEME, css=CSS, head=HEAD,
+        app, build(engine, limits=limits, name=name, note=note), path, theme=THEME, css=CSS, head=HEAD,
         allowed_paths=[str(EXAMPLES)], footer_links=["api"], ssr_mode=False, enable_monitoring=False, pwa=False,
         show_error=False, max_file_size=MAX_UPLOAD, run_history=False,
     )  # fmt: skip
@@ -142,16 +174,11 @@ def _compare_parts() -> dict[str, Any]:
     with gr.Row():
         answers = [
             gr.Textbox(
-                label=mode,
-                lines=6,
-                max_lines=14,
-                buttons=["copy"],
-                interactive=False,
-                min_width=240,
+                label=mode, lines=6, max_lines=14, buttons=["copy"], interactive=False, min_width=240,
                 elem_id=f"answer-{mode}",
             )
             for mode in COMPARED
-        ]
+        ]  # fmt: skip
     _examples([[{"text": q["question"], "files": [str(EXAMPLES / q["image"])]}] for q in QUESTIONS[1:4]], question)
     return {"question": question, "ask": button, "stop": stop, "note": note, "table": table, "answers": answers}
 
@@ -189,8 +216,8 @@ def _settings_parts(engine: Engine, mode: str) -> dict[str, Any]:
 def _wire_settings(mode: Any, settings: dict[str, Any], chatbots: list[Any]) -> None:
     sampled = ("top_p", "seed")
     mode.change(
-        lambda value: [gr.update(visible=name in MODE_SETTINGS[value]) for name in BY_MODE],
-        mode, [settings[name] for name in BY_MODE], **PRIVATE,
+        lambda value: [gr.update(info=MODES[value]), *_shown_settings(value)],
+        mode, [mode, *(settings[name] for name in BY_MODE)], **PRIVATE,
     )  # fmt: skip
     settings["temperature"].change(
         lambda value: [gr.update(visible=value > 0)] * len(sampled),
@@ -199,6 +226,24 @@ def _wire_settings(mode: Any, settings: dict[str, Any], chatbots: list[Any]) -> 
     settings["markdown"].change(
         lambda value: [gr.update(render_markdown=value)] * len(chatbots), settings["markdown"], chatbots, **PRIVATE
     )
+
+
+def _shown_settings(mode: str) -> list[Any]:
+    return [gr.update(visible=name in MODE_SETTINGS[mode]) for name in BY_MODE]
+
+
+def _wire_tabs(chats: list[Any], comparing: Any, mode: Any, settings: dict[str, Any]) -> None:
+    """Comparing asks every mode: none is chosen there, and every mode's settings are shown."""
+    changed = [mode, *(settings[name] for name in BY_MODE)]
+    comparing.select(lambda: [gr.update(visible=visible) for visible in (False, True, True)], None, changed, **PRIVATE)
+    for chat in chats:
+        chat.select(lambda value: [gr.update(visible=True), *_shown_settings(value)], mode, changed, **PRIVATE)
+
+
+def _reset(records: list[Any]) -> tuple[str, list[Any]]:
+    """In place, as answers under way add to the same list."""
+    records.clear()
+    return panels.session(records), records
 
 
 def _wire_chat(page: Page, name: str, parts: dict[str, Any], shared: dict[str, Any]) -> None:
@@ -231,7 +276,7 @@ def _wire_chat(page: Page, name: str, parts: dict[str, Any], shared: dict[str, A
     changed = chatbot.edit(edited, given, shown, cancels=[asked, repeated], **PRIVATE)
     gr.on([parts["stop"].click, box.stop], stop, queue=False, **PRIVATE)
     gr.on(
-        [parts["clear"].click, chatbot.clear], clear, None, [box, chatbot, parts["note"]],
+        [parts["clear"].click, chatbot.clear], clear, None, [box, chatbot, shared["panel"], parts["note"]],
         cancels=[asked, repeated, changed], **PRIVATE,
     )  # fmt: skip
 
@@ -247,7 +292,11 @@ def _wire_compare(page: Page, parts: dict[str, Any], shared: dict[str, Any]) -> 
     gr.on(
         [parts["question"].submit, parts["ask"].click], compare,
         [parts["question"], shared["records"], *shared["values"][2:]],
-        [*parts["answers"], parts["table"], shared["session"], shared["records"], parts["note"]], **PRIVATE,
+        [
+            parts["question"], *parts["answers"], parts["table"], shared["panel"], shared["session"],
+            shared["records"], parts["note"],
+        ],
+        **PRIVATE,
     )  # fmt: skip
     parts["stop"].click(stop, queue=False, **PRIVATE)
 

@@ -13,12 +13,29 @@ from trimode_vlm.request import Request
 from trimode_vlm.terminal_options import MODE_OPTIONS
 from trimode_vlm.vision.images import open_image
 
-COMPARED = tuple(mode for mode in MODE_OPTIONS if mode != "auto")
-MODES = ("auto", *COMPARED)
+COMPARED = tuple(MODE_OPTIONS)
+# One line for a visitor, "auto" first.
+MODES = {
+    "auto": "chooses between ar and drafts as it goes; the text of ar",
+    "ar": "one token per forward",
+    "diffusion": "denoises a block of tokens together; a text of its own",
+    "linear_spec": "drafts a block by diffusion, verifies it in one more forward; the text of ar",
+    "quadratic_spec": "verifies one draft and makes the next in the same forward; the text of ar",
+}
 # The settings that a mode has beside those of all, as far as the page has them.
 BY_MODE = ("block_length", "threshold")
 MODE_SETTINGS = {mode: tuple(name for name in BY_MODE if name in MODE_OPTIONS[mode]) for mode in MODES}
 JOINER = "\u2060"
+# What stands below an answer that was cut short, in the chat alone: neither in what the model is given nor in a copy.
+MARK = f"\n\n{JOINER}{JOINER}… "
+
+
+class PictureError(ValueError):
+    """A picture that cannot be used; `path` is where it lies."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +146,18 @@ def as_shown(text: str) -> str:
 
 
 def as_written(text: str) -> str:
-    return re.sub(rf"([<&]){JOINER}", r"\1", text)
+    return re.sub(rf"([<&]){JOINER}", r"\1", text.partition(MARK)[0])
+
+
+def mark_of(record: Mapping[str, Any]) -> str:
+    """What is shown below an answer's text about its end; nothing of an answer that ended by itself or goes on."""
+    reasons = {
+        "length": f"cut at {record['num_new_tokens']} tokens",
+        "cancelled": "stopped",
+        "timeout": "out of time",
+    }
+    reason = reasons.get(record["finish_reason"] or "")
+    return MARK + reason if reason else ""
 
 
 def messages_of(
@@ -138,7 +166,8 @@ def messages_of(
     """The page's history as chat messages: neighbours of one role become one message, pictures before its text.
 
     Raises:
-        ValueError: a file that is no image or lies elsewhere than in `folders`; too many images or pixels; a role.
+        PictureError: a file that is no image, has too many pixels or lies elsewhere than in `folders`.
+        ValueError: too many images; a role.
     """
     messages: list[dict[str, Any]] = []
     for entry in clean_history(history):
@@ -170,5 +199,9 @@ def _part(part: Mapping[str, Any], folders: Sequence[Path], limits: Limits) -> d
     path = Path(part["path"])
     # The history comes back from the browser, which may name any file.
     if not any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
-        raise ValueError(f"{path.name}: not a picture that was uploaded here")
-    return {"type": "image", "image": open_image(str(path), max_pixels=limits.max_image_pixels)}
+        raise PictureError(path, f"{path.name}: not a picture that was uploaded here")
+    try:
+        image = open_image(str(path), max_pixels=limits.max_image_pixels, name=path.name)
+    except ValueError as error:
+        raise PictureError(path, str(error)) from error
+    return {"type": "image", "image": image}

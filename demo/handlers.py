@@ -13,7 +13,16 @@ from typing import Any
 import gradio as gr
 
 from trimode_vlm.demo import panels
-from trimode_vlm.demo.chat_logic import COMPARED, Limits, as_shown, ask, clean_history, user_message
+from trimode_vlm.demo.chat_logic import (
+    COMPARED,
+    Limits,
+    PictureError,
+    as_shown,
+    ask,
+    clean_history,
+    mark_of,
+    user_message,
+)
 from trimode_vlm.demo.live_answer import LiveAnswer
 from trimode_vlm.engine import Engine
 from trimode_vlm.request import Request, RequestError
@@ -61,7 +70,7 @@ class Page:
     ) -> AsyncIterator[tuple[Any, ...]]:
         """Answer what is in the box; yields (box, history, panel, session's table, records, note).
 
-        A question that cannot be answered goes back to the box.
+        A question that cannot be answered goes back to the box, without a picture that cannot be used.
         """
         message, history = user_message(value), clean_history(history)
         if not message["content"]:
@@ -70,8 +79,8 @@ class Page:
         yield _box(running=True, value=_empty(value)), [*history, message], *_unchanged(3), panels.note("")
         is_asked = False
         async for shown in self._answer(session, chat, [*history, message], records, options):
-            if not is_asked and shown[0] is None:
-                yield _box(running=False, value=value), history, *shown[1:]
+            if not is_asked and isinstance(shown[0], Exception):
+                yield _box(running=False, value=_without_bad(value, shown[0])), history, *shown[1:]
                 return
             is_asked = True
             yield gr.skip(), *shown
@@ -91,21 +100,21 @@ class Page:
             return
         yield _box(running=True), question, *_unchanged(3), panels.note("")
         async for shown in self._answer(session, chat, question, records, options):
-            yield gr.skip(), history if shown[0] is None else shown[0], *shown[1:]
+            yield gr.skip(), history if isinstance(shown[0], Exception) else shown[0], *shown[1:]
         if (session, chat) not in self._turns:
             yield _box(running=False), *_unchanged(5)
 
     async def _answer(
         self, session: str, chat: str, history: list[Message], records: Records, options: Sequence[Any]
     ) -> AsyncIterator[tuple[Any, ...]]:
-        """Yields (history, panel, session's table, records, note); history None when the engine refuses."""
+        """Yields (history, panel, session's table, records, note); for the history the reason when it is refused."""
         turn = self._begin(session, chat)
         try:
             mode, system, *settings = options
             try:
                 request = await self._submit(turn, history, system, mode, settings)
             except (ValueError, RequestError) as error:
-                yield None, *_unchanged(3), panels.note(f"⚠ {error}")
+                yield error, *_unchanged(3), panels.note(_refusal(error))
                 return
             answer: Message = {"role": "assistant", "content": []}
             live = None
@@ -113,7 +122,7 @@ class Page:
                 if self._turns.get((session, chat)) is not turn:
                     return
                 # As a part: Gradio strips the indentation of bare text.
-                answer["content"] = [{"type": "text", "text": as_shown(live.text)}]
+                answer["content"] = [{"type": "text", "text": as_shown(live.text) + mark_of(live.record())}]
                 yield [*history, answer], self._panel(live), *_unchanged(3)
             if self._turns.get((session, chat)) is not turn:
                 return
@@ -155,10 +164,11 @@ class Page:
             turn.stop()
 
     def clear(self, session: str, chat: str) -> tuple[Any, ...]:
-        """Gives (box, history, note)."""
+        """Gives (box, history, panel, note)."""
         self.stop(session, chat)
         self._turns.pop((session, chat), None)
-        return _box(running=False), [], panels.note("")
+        empty: Any = "" if chat == "text" else {"text": "", "files": []}
+        return _box(running=False, value=empty), [], panels.live_panel(None), panels.note("")
 
     def leave(self, session: str) -> None:
         """The visitor has closed the page."""
@@ -166,8 +176,7 @@ class Page:
             self._turns.pop(key).stop()
 
     def _panel(self, live: LiveAnswer) -> str:
-        mask_token_id = self.engine.model.config.mask_token_id
-        return panels.stats(live.record()) + panels.canvas(live, self._piece, mask_token_id)
+        return panels.live_panel(live, self._piece, self.engine.model.config.mask_token_id)
 
     def _piece(self, token_id: int) -> str:
         return self.engine.processor.tokenizer.decode([token_id], skip_special_tokens=False)
@@ -179,11 +188,11 @@ class Page:
     ) -> AsyncIterator[tuple[Any, ...]]:
         """One question in every mode, one after the other, so that their seconds are honest.
 
-        Yields (a text per mode, comparison, session's table, records, note).
+        Yields (box, a text per mode, comparison, panel, session's table, records, note).
         """
         message = user_message(value)
         if not message["content"]:
-            yield *_unchanged(len(COMPARED) + 3), panels.note("Write a question, or attach a picture.")
+            yield *_unchanged(len(COMPARED) + 5), panels.note("Write a question, or attach a picture.")
             return
         texts: list[str] = [""] * len(COMPARED)
         compared: Records = []
@@ -192,22 +201,28 @@ class Page:
         greedy = [0.0 if name == "temperature" else v for name, v in zip(SETTING_NAMES, settings, strict=True)]
         try:
             for i, mode in enumerate(COMPARED):
-                yield *texts, panels.comparison(compared, texts[:i]), *_unchanged(2), panels.note(f"{mode} answers …")
+                table = panels.comparison(compared, texts[:i])
+                yield gr.skip(), *texts, table, *_unchanged(3), panels.note(f"{mode} answers …")
                 try:
                     request = await self._submit(turn, [message], "", mode, greedy)
                 except (ValueError, RequestError) as error:
-                    yield *texts, *_unchanged(3), panels.note(f"⚠ {error}")
+                    box = gr.update(value=_without_bad(value, error))
+                    yield box, *texts, *_unchanged(), panels.note(_refusal(error))
                     return
                 live = None
                 async for live in LiveAnswer(request).frames():
                     texts[i] = live.text
-                    yield *texts, *_unchanged(4)
+                    yield gr.skip(), *texts, gr.skip(), self._panel(live), *_unchanged(3)
                 if request.error is not None or turn.is_stopped or live is None:
-                    yield *texts, *_unchanged(3), panels.note(f"⚠ {request.error}" if request.error else "Stopped.")
+                    note = f"⚠ {request.error}" if request.error else "Stopped."
+                    yield gr.skip(), *texts, *_unchanged(), panels.note(note)
                     return
                 compared.append(live.record())
                 records.append(compared[-1])
-            yield *texts, panels.comparison(compared, texts), panels.session(records), records, panels.note("")
+            is_cut = any(record["finish_reason"] == "length" for record in compared)
+            note = f"Cut at {greedy[0]} tokens: the longest answer, in Settings." if is_cut else ""
+            table, session_table = panels.comparison(compared, texts), panels.session(records)
+            yield gr.skip(), *texts, table, gr.skip(), session_table, records, panels.note(note)
         finally:
             self._end(session, "compare", turn)
 
@@ -241,6 +256,19 @@ def _box(running: bool, **value: Any) -> Any:
 
 def _empty(value: Any) -> Any:
     return "" if isinstance(value, str) else {"text": "", "files": []}
+
+
+def _without_bad(value: Any, error: Exception) -> Any:
+    """What a box holds, without the picture that was refused."""
+    if not isinstance(error, PictureError):
+        return value
+    message = user_message(value)
+    files = [part["path"] for part in message["content"] if "path" in part]
+    return {"text": value.get("text"), "files": [path for path in files if Path(path) != error.path]}
+
+
+def _refusal(error: Exception) -> str:
+    return f"⚠ {error}" + (" (taken out of the question)" if isinstance(error, PictureError) else "")
 
 
 def _unchanged(count: int = 4) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ class LiveAnswer:
     """`async for` over `frames()` for itself as it grows; `record()` is what the session's table adds up.
 
     `block` is the last event that showed a canvas or a draft, and `block_end` how many tokens there were after it.
+    All of it is as of the last event taken: the engine may be ahead.
     """
 
     def __init__(self, request: Request) -> None:
@@ -25,6 +26,9 @@ class LiveAnswer:
         self.token_ids: list[int] = []
         self.block: StreamEvent | None = None
         self.block_end = 0
+        self.last: StreamEvent | None = None
+        self.seconds_to_first_token: float | None = None
+        self.accepted_lengths: list[int] = []
 
     async def frames(self) -> AsyncIterator[LiveAnswer]:
         """States to show; the last is the end. Leaving it early ends the request's forwards.
@@ -48,32 +52,30 @@ class LiveAnswer:
 
     def take(self, event: TextEvent) -> None:
         self.text += event.text
-        self.token_ids += event.event.token_ids
-        if event.event.canvas or event.event.draft:
-            self.block, self.block_end = event.event, len(self.token_ids)
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self._row.finish_reason
+        self.last = last = event.event
+        self.token_ids += last.token_ids
+        if last.token_ids and self.seconds_to_first_token is None:
+            self.seconds_to_first_token = last.seconds
+        if last.draft is not None:
+            self.accepted_lengths.append(len(last.token_ids))
+        if last.canvas or last.draft:
+            self.block, self.block_end = last, len(self.token_ids)
 
     @property
     def end_token_ids(self) -> frozenset[int]:
         return frozenset(self.request.generation.config.end_token_ids)
 
-    @property
-    def _row(self) -> Any:
-        return self.request.generation.rows[0]
-
     def record(self) -> dict[str, Any]:
         """Counts in the words of eval's records, so that the page and reports pool them alike."""
-        row = self._row
+        last = self.last
+        num_forwards = last.num_forwards if last else 0
         return {
             "mode": self.request.mode,
             "num_new_tokens": len(self.token_ids),
-            "nfe": row.nfe,
-            "nfe_prefill": row.nfe_prefill,
-            "seconds": row.seconds,
-            "seconds_to_first_token": row.seconds_to_first_token,
-            "accepted_lengths": list(row.accepted_lengths),
-            "finish_reason": row.finish_reason,
+            "nfe": num_forwards,
+            "nfe_prefill": min(1, num_forwards),
+            "seconds": last.seconds if last else 0.0,
+            "seconds_to_first_token": self.seconds_to_first_token,
+            "accepted_lengths": list(self.accepted_lengths),
+            "finish_reason": last.finish_reason if last else None,
         }

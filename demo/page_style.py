@@ -9,18 +9,17 @@ CSS = """
 .tm-stats { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5rem, 1fr)); gap: .5rem; margin: 0; }
 .tm-stats div { border: 1px solid var(--border-color-primary); border-radius: .5rem; padding: .35rem .6rem; }
 .tm-stats dt { font-size: .75rem; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
-.tm-stats dd small { font-size: .75rem; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
 .tm-stats dd { margin: 0; font-size: 1.05rem; font-variant-numeric: tabular-nums; }
 .tm-canvas { margin-top: .75rem; font-family: var(--font-mono); font-size: .82rem; line-height: 1.7;
   white-space: pre-wrap;
   overflow-wrap: anywhere; border: 1px solid var(--border-color-primary); border-radius: .5rem; padding: .5rem .6rem;
   max-height: 16rem; overflow-y: auto; }
 .tm-canvas span { border-radius: .2rem; padding: .05rem 0; }
-.tm-mask { color: color-mix(in srgb, var(--body-text-color) 68%, transparent); opacity: .55; }
+.tm-mask { color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
 .tm-new { background: rgba(56, 132, 255, .28); }
 .tm-yes { background: rgba(34, 160, 84, .30); }
 .tm-no { background: rgba(214, 60, 60, .25); text-decoration: line-through; }
-.tm-end { color: color-mix(in srgb, var(--body-text-color) 68%, transparent); opacity: .7; font-size: .7rem; }
+.tm-end { color: color-mix(in srgb, var(--body-text-color) 68%, transparent); font-size: .7rem; }
 .tm-legend { font-size: .75rem; color: color-mix(in srgb, var(--body-text-color) 68%, transparent); margin: .3rem 0 0; }
 .tm-legend b { font-weight: 500; padding: 0 .3rem; border-radius: .2rem; }
 .tm-scroll { overflow-x: auto; contain: inline-size; }
@@ -37,13 +36,30 @@ CSS = """
 .tm-bars { margin: .75rem 0 0; font-size: .78rem; font-variant-numeric: tabular-nums; }
 .tm-bars h4 { font-size: .78rem; font-weight: 500; margin: .6rem 0 .2rem; color: var(--body-text-color); }
 .tm-bars div { display: grid; grid-template-columns: 6.8rem 1fr 3.2rem; gap: .5rem; align-items: center; }
+.tm-bars u { position: relative; }
+.tm-bars u::after { content: ""; position: absolute; left: calc(var(--one) - 1px); top: -.15rem; bottom: -.15rem;
+  border-left: 1px dashed var(--body-text-color); }
 .tm-bars i { display: block; height: .8rem; border-radius: 0 .2rem .2rem 0; min-width: 2px; }
 .tm-bars b { font-weight: 500; text-align: right; }
 .tm-auto { background: #8a63d2; } .tm-ar { background: #7d8794; } .tm-diffusion { background: #d9822b; }
 .tm-linear_spec { background: #2f7ed8; } .tm-quadratic_spec { background: #2a9d6f; }
+#title h1 { font-size: 1.7rem; font-weight: 700; margin: 0 0 .4rem; }
+#title h1 code { font-size: 1.1rem; font-weight: 400; background: none; border: 0; }
+#title .tm-hint { margin-top: .3rem; font-size: .9rem; }
 .tm-note { color: #9a4a00; font-size: .9rem; overflow-wrap: anywhere; padding: .1rem .2rem; }
 .dark .tm-note { color: #ffb870; }
-.gradio-container { max-width: 1280px !important; margin: 0 auto; }
+html { overflow-y: scroll; }
+.gradio-container { width: 100% !important; max-width: 1280px !important; margin: 0 auto; }
+.gradio-container { --input-placeholder-color: color-mix(in srgb, var(--body-text-color) 68%, transparent);
+  --block-info-text-color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
+.gradio-container button[role="tab"].selected { color: var(--primary-600); }
+.dark .gradio-container button[role="tab"].selected, .dark.gradio-container button[role="tab"].selected {
+  color: var(--primary-400); }
+.gradio-container footer, .gradio-container footer button, .gradio-container footer a {
+  color: color-mix(in srgb, var(--body-text-color) 68%, transparent) !important; }
+.gradio-container footer .divider { display: none; }
+.tm-chat .message table { display: block; width: max-content; max-width: 100%; overflow-x: auto; }
+.tm-chat .message table th, .tm-chat .message table td { word-break: normal; overflow-wrap: normal; }
 .tm-chat img { max-height: 9rem; width: auto !important; max-width: 100%; object-fit: contain; }
 .tm-chat .message-markdown-disabled .md { white-space: pre-wrap; overflow-wrap: anywhere; }
 .tm-chat button[aria-label="Share"] { display: none; }
@@ -57,7 +73,11 @@ CSS = """
 .tm-examples .gallery-item img { height: 2.75rem !important; width: auto !important; max-width: 5rem;
   object-fit: contain; margin: 0; }
 @media (max-width: 640px) {
-  .gradio-container { padding: .5rem !important; }
+  .gradio-container .main.fillable { padding: .75rem !important; }
+  #session .html-container { padding: 0; }
+  #session .tm-wide { display: none; }
+  .tm-examples .gallery { display: flex; flex-wrap: nowrap; overflow-x: auto; }
+  .tm-examples .gallery-item { flex: 0 0 16rem; }
   .tm-buttons button { min-height: 2.75rem; }
 }
 button:focus-visible, input:focus-visible, a:focus-visible, [tabindex]:focus-visible {
@@ -65,13 +85,13 @@ button:focus-visible, input:focus-visible, a:focus-visible, [tabindex]:focus-vis
   outline-offset: 1px; }
 """
 # The policy has the browser itself refuse what would come from elsewhere, such as a picture in an answer's Markdown.
-# The script takes `as_shown`'s joiners out of what is copied.
+# The script takes `as_shown`'s joiners and MARK's line out of what is copied.
 HEAD = """
 <meta http-equiv="Content-Security-Policy" content="img-src 'self' data: blob:; font-src 'self' data:;
   media-src 'self' data: blob:; connect-src 'self' data: blob:; frame-src 'none'; object-src 'none'">
 <script>
 (() => {
-  const plain = (text) => text.replaceAll("JOINER", "");
+  const plain = (text) => text.replace(/\\s*JOINERJOINER…[^\\n]*/g, "").replaceAll("JOINER", "");
   const clipboard = navigator.clipboard;
   if (clipboard) {
     const write = clipboard.writeText.bind(clipboard);

@@ -18,6 +18,33 @@ MASK = "░"
 CONTEXT_TOKENS = 24
 
 
+# What a column or a cell means, as its tooltip.
+MEANINGS = {
+    "n": "number of answers",
+    "forwards": "calls of the text backbone: prefill, draft, verify, denoise or refresh",
+    "TPF": "tokens per forward after the prefill; ar is exactly 1",
+    **dict.fromkeys(
+        ("with prefill", "TPF with prefill", "+prefill"), "tokens per forward, the prefill included; ar is exactly 1"
+    ),
+    "accepted": "tokens that a cycle of drafting and verifying gave, on average",
+    "text": "whether the text equals the reference, letter by letter",
+}
+# Columns that a phone has no room for.
+WIDE_ONLY = ("tokens", "forwards")
+
+
+def title(title: str, name: str | None, hint: str | None) -> str:
+    """The page's head: what it is, over which model, and what to know of it."""
+    model = f" · <code>{escape(name)}</code>" if name else ""
+    about = "One model, three ways to decode. TPF is tokens per forward: the higher, the fewer steps."
+    return f"<h1>{escape(title)}{model}</h1><p>{about}</p>" + (f"<p class='tm-hint'>{escape(hint)}</p>" if hint else "")
+
+
+def live_panel(live: LiveAnswer | None, decode: Callable[[int], str] = str, mask_token_id: int | None = None) -> str:
+    """Counts and canvas of an answer; None: nothing was asked."""
+    return stats(live.record() if live else None) + canvas(live, decode, mask_token_id)
+
+
 def stats(record: Mapping[str, Any] | None) -> str:
     """Counts of one answer, as far as it has come."""
     if record is None:
@@ -29,14 +56,16 @@ def stats(record: Mapping[str, Any] | None) -> str:
         ("mode", escape(record["mode"])),
         ("tokens", f"{total.num_tokens}"),
         ("forwards", f"{total.num_forwards}"),
-        ("TPF (decode)", _decimal(total.tpf_decode)),
-        ("TPF (with prefill)", _decimal(total.tpf_end_to_end)),
+        ("TPF", _decimal(total.tpf_decode)),
+        ("TPF with prefill", _decimal(total.tpf_end_to_end)),
         ("tokens/s", _decimal(_per_sec(total), 0)),
         ("time to first token", "–" if first is None else f"{first * 1000:.0f} ms"),
-        ("accepted length", _decimal(sum(accepted) / len(accepted) if accepted else None, 1)),
-        ("ended by", f"{escape(record['finish_reason'] or '…')} <small>{record['seconds']:.2f} s</small>"),
+        ("accepted", _decimal(sum(accepted) / len(accepted) if accepted else None, 1)),
+        ("seconds", f"{record['seconds']:.2f}"),
+        ("ended by", escape(record["finish_reason"] or "…")),
     ]
-    return "<dl class='tm-stats'>" + "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in cells) + "</dl>"
+    html = "".join(f"<div{_meaning(k)}><dt>{k}</dt><dd>{v}</dd></div>" for k, v in cells)
+    return f"<dl class='tm-stats'>{html}</dl>"
 
 
 def canvas(live: LiveAnswer | None, decode: Callable[[int], str], mask_token_id: int | None) -> str:
@@ -46,7 +75,7 @@ def canvas(live: LiveAnswer | None, decode: Callable[[int], str], mask_token_id:
         decode: a token id to its text.
     """
     if live is None:
-        return "<div class='tm-canvas tm-mask'>The block under way appears here.</div>"
+        return "<div class='tm-canvas tm-legend'>The block under way appears here.</div>"
     event, known = live.block, live.token_ids[: live.block_end]
     if event is not None and event.canvas is not None:
         confidence: Sequence[float | None] = event.confidence or [None] * len(event.canvas)
@@ -54,14 +83,20 @@ def canvas(live: LiveAnswer | None, decode: Callable[[int], str], mask_token_id:
             Cell(token, "tm-mask") if token == mask_token_id else Cell(token, "tm-new", _shade(sure))
             for token, sure in zip(event.canvas, confidence, strict=True)
         ]
-        before = known[: len(known) - _overlap(known, event.canvas)]
-        legend = f"<b class='tm-new'>committed</b> stronger is surer · <b class='tm-mask'>{MASK}</b> masked"
+        overlap = _overlap(known, event.canvas)
+        before = known[: len(known) - overlap]
+        if event.finish_reason is not None:
+            # The budget may end an answer within its block.
+            cells = cells[:overlap]
+        legend = f"<b style='{_shade(1)}'>committed</b> stronger is surer · <b class='tm-mask'>{MASK}</b> masked"
     elif event is not None and event.draft is not None:
-        accepted = event.num_accepted or 0
+        # The budget may end an answer within its draft.
+        accepted = min(event.num_accepted or 0, len(event.token_ids))
+        rejected = event.draft[accepted:] if accepted == (event.num_accepted or 0) else []
         before = known[: len(known) - len(event.token_ids)]
         cells = [Cell(token, "tm-yes") for token in event.draft[:accepted]]
         cells += [Cell(token, "tm-new") for token in event.token_ids[accepted:]]
-        cells += [Cell(token, "tm-no") for token in event.draft[accepted:]]
+        cells += [Cell(token, "tm-no") for token in rejected]
         legend = "<b class='tm-yes'>accepted</b> <b class='tm-new'>the verifier's own</b> <b class='tm-no'>rejected</b>"
     else:
         before, cells, legend = live.token_ids[-3 * CONTEXT_TOKENS :], [], "the last tokens"
@@ -131,18 +166,22 @@ def session_bars(records: Sequence[Mapping[str, Any]]) -> str:
                 by_bucket.setdefault(bucket, []).append((mode, total.tpf_decode))
     if not by_bucket:
         return ""
-    highest = max(value for bars in by_bucket.values() for _, value in bars) or 1
+    # At least ar's 1, at which a line stands: a bar that is alone tells its length too.
+    highest = max(1, *(value for bars in by_bucket.values() for _, value in bars))
     html = "".join(
         f"<h4>{_bucket(bucket)}</h4>"
         + "".join(
             f"<div><span>{escape(mode)}</span>"
-            f"<i class='tm-{escape(mode)}' style='width: {100 * value / highest:.0f}%'></i>"
+            f"<u><i class='tm-{escape(mode)}' style='width: {100 * value / highest:.0f}%'></i></u>"
             f"<b>{_decimal(value)}</b></div>"
             for mode, value in bars
         )
         for bucket, bars in sorted(by_bucket.items(), key=lambda item: list(bucketed([])).index(item[0]))
     )
-    return f"<section class='tm-bars' aria-label='TPF by mode and answer length'>{html}</section>"
+    return (
+        f"<section class='tm-bars' style='--one: {100 / highest:.1f}%' aria-label='TPF by mode and answer length'>"
+        f"{html}<p class='tm-legend'>The line: TPF 1, as in ar.</p></section>"
+    )
 
 
 def _bucket(name: str) -> str:
@@ -150,32 +189,40 @@ def _bucket(name: str) -> str:
 
 
 def comparison(records: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> str:
-    """One row per mode, each text compared with the first mode's."""
-    head = ("mode", "tokens", "forwards", "TPF", "with prefill", "seconds", "tokens/s", "accepted", "text")
+    """One row per mode, each text compared with the reference, the first mode's."""
+    head = ("mode", "text", "tokens", "forwards", "TPF", "with prefill", "seconds", "tokens/s", "accepted")
     rows: list[tuple[str, ...]] = []
     for record, text in zip(records, texts, strict=True):
         total, accepted = totals([record]), record["accepted_lengths"]
-        same = "the first" if not rows else "identical" if text == texts[0] else "not identical"
+        same = "reference" if not rows else "identical" if text == texts[0] else "not identical"
         rows.append((
-            escape(record["mode"]), str(total.num_tokens), str(total.num_forwards), _decimal(total.tpf_decode),
-            _decimal(total.tpf_end_to_end), f"{record['seconds']:.2f}",
-            _decimal(_per_sec(total), 0),
-            _decimal(sum(accepted) / len(accepted) if accepted else None, 1),
+            escape(record["mode"]),
             f"<span class='{'tm-other' if same.startswith('not') else 'tm-same'}'>{same}</span>",
+            str(total.num_tokens), str(total.num_forwards), _decimal(total.tpf_decode),
+            _decimal(total.tpf_end_to_end), f"{record['seconds']:.2f}", _decimal(_per_sec(total), 0),
+            _decimal(sum(accepted) / len(accepted) if accepted else None, 1),
         ))  # fmt: skip
-    return table(head, rows)
+    return table(head, rows, words=(1,))
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]], words: Collection[int] = ()) -> str:
+def table(head: Sequence[str], rows: Iterable[Iterable[str]], words: Collection[int] = ()) -> str:
     """An HTML table of cells that are HTML already, in a box of its own that scrolls; `words`: columns of text."""
+    kinds = ["tm-word" if i in words else "tm-wide" if name in WIDE_ONLY else "" for i, name in enumerate(head)]
 
     def line(tag: str, cells: Iterable[str]) -> str:
-        return "".join(f"<{tag}{' class=tm-word' if i in words else ''}>{c}</{tag}>" for i, c in enumerate(cells))
+        return "".join(
+            f"<{tag}{f' class={kind}' if kind else ''}{_meaning(name) if tag == 'th' else ''}>{cell}</{tag}>"
+            for kind, name, cell in zip(kinds, head, cells, strict=True)
+        )
 
     body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
     return (
         f"<div class='tm-scroll' tabindex='0'><table class='tm-table'><tr>{line('th', head)}</tr>{body}</table></div>"
     )
+
+
+def _meaning(name: str) -> str:
+    return f" title='{MEANINGS[name]}'" if name in MEANINGS else ""
 
 
 def note(text: str) -> str:

@@ -23,6 +23,7 @@ EXAMPLES = """examples:
 SIGTERM (or Ctrl-C) answers what is under way, up to --drain-sec, and ends.
 """
 KEY_VARIABLE = "TRIMODE_API_KEY"
+HOSTS = "images.example.com,cdn.example.com:8443"
 MODES = tuple(MODE_OPTIONS)
 # When all is answered, how long a client may take to read the last of it.
 LAST_BYTES_SEC = 5
@@ -59,11 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mode", default="auto", help=f"mode of requests that name none: {', '.join(MODES)} (default auto)")
     add("--ui", action="store_true", help="also serve the web chat, at /")
     add("--api-key", action="append", default=[], metavar="KEY", help=f"key that clients must send; or {KEY_VARIABLE}")
-    add(
-        "--image-hosts",
-        default="",
-        help="comma-separated hosts, or host:port, whose pictures may be fetched (default: none)",
-    )
+    add("--image-hosts", default="", help=f"hosts whose pictures may be fetched, such as {HOSTS} (default: none)")
     add("--cors-origins", default="", help="comma-separated web origins that browsers may call from (default: none)")
     add("--max-body-mib", type=float, default=32.0, help="largest request body (default 32)")
     add("--max-images", type=int, default=16, help="images in one request (default 16)")
@@ -84,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     engine, metrics, settings = start(args)
     app = create_app(engine, settings, metrics)
     if args.ui:
-        from trimode_vlm.demo.app import mount
+        from trimode_vlm.demo.app import mount, note_of
         from trimode_vlm.demo.chat_logic import Limits
 
         limits = Limits(
@@ -92,11 +89,15 @@ def run(args: argparse.Namespace) -> int:
             max_images=settings.max_images,
             max_image_pixels=settings.max_image_pixels,
         )
-        app = mount(app, engine, limits=limits)
+        app = mount(app, engine, limits=limits, name=settings.model_name, note=note_of(args.model))
     server = draining_server(app, args.host, args.port, args.drain_sec)
-    # uvicorn raises the signal once more when all is answered; a drained server has not failed.
+    # uvicorn raises its signals once more when all is answered; a drained server has not failed.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     server.run()
+    if interrupts:
+        raise KeyboardInterrupt
     return 0 if server.started else 1
 
 
@@ -134,9 +135,9 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UsageError: an unknown mode, device or dtype; a value out of range; a package that is missing; a port in use.
     """
+    check_packages(("fastapi", "uvicorn", "prometheus_client", "httpx", "psutil"), "serve")
     check_settings(args)
     check_engine_arguments(args)
-    check_packages(("fastapi", "uvicorn", "prometheus_client", "httpx", "psutil"), "serve")
     if args.ui:
         check_packages(("gradio",), "demo")
     args.api_key = api_keys(args.api_key)
@@ -151,6 +152,11 @@ def check_settings(args: Any) -> None:
     check_dtype(args.dtype)
     if not args.drain_sec >= 0:
         raise UsageError(f"--drain-sec must be at least 0, got {args.drain_sec}")
+    if hosts := _names(args.image_hosts):
+        from trimode_vlm.demo.remote_images import can_be_fetched_from
+
+        if never := [host for host in hosts if not can_be_fetched_from(host)]:
+            raise UsageError(f"--image-hosts: no picture's address can match {never[0]!r}; give hosts such as {HOSTS}")
 
 
 def check_engine_arguments(args: argparse.Namespace) -> None:
@@ -182,8 +188,17 @@ def check_address(host: str, port: int) -> None:
 
 
 def api_keys(given: list[str]) -> list[str]:
-    """The keys that were given, else the environment's."""
-    return [key for key in given or [os.environ.get(KEY_VARIABLE, "")] if key]
+    """The keys that were given, else the environment's; a file of secrets may end in a line break.
+
+    Raises:
+        UsageError: a key is empty, which would leave the server open.
+    """
+    source = "--api-key" if given else KEY_VARIABLE
+    set_in_environment = [os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else []
+    keys = [key.strip() for key in given or set_in_environment]
+    if "" in keys:
+        raise UsageError(f"{source}: the key is empty; leave it out for a server that asks for none")
+    return keys
 
 
 def check_packages(names: tuple[str, ...], extra: str) -> None:
@@ -222,6 +237,8 @@ def draining_server(app: Any, host: str, port: int, drain_sec: float) -> Any:
     """A uvicorn server that says where it listens once it does, and answers what it has before it ends."""
     import uvicorn
 
+    from trimode_vlm.demo.drain import POLL_SEC
+
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=LAST_BYTES_SEC)
 
     class Server(uvicorn.Server):
@@ -233,7 +250,10 @@ def draining_server(app: Any, host: str, port: int, drain_sec: float) -> Any:
 
         async def shutdown(self, sockets: Any = None) -> None:
             # Before the listener closes, so that a balancer that asks hears of it.
-            await app.state.drain.run(drain_sec, lambda: self.force_exit)
+            # A drain has to begin before it can end: without a moment for that it would not end at all.
+            await app.state.drain.run(max(drain_sec, POLL_SEC), lambda: self.force_exit)
+            # What was forced is the end of the answers; uvicorn would leave the application unended as well.
+            self.force_exit = False
             getattr(app.state, "close_pages", lambda: None)()
             await super().shutdown(sockets)
 

@@ -17,6 +17,7 @@ from trimode_vlm.demo.serve import (
     engine_settings,
 )
 from trimode_vlm.demo.serve import load_model as load
+from trimode_vlm.terminal_options import MODE_OPTIONS, mode_name
 
 EXAMPLES = """examples:
   trimode-vlm demo
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_arguments(parser)
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    add(
+        "--mode",
+        type=mode_name,
+        default="linear_spec",
+        help=f"mode that is chosen at first: {', '.join(MODE_OPTIONS)} (default linear_spec)",
+    )
     add("--port", type=int, default=7860, help="port to listen on (default 7860)")
     add_engine_arguments(parser)
 
@@ -48,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
     model, processor = load(args)
     with Engine(model, processor, engine_settings(args)) as engine:
-        blocks = app.build(engine, limits=Limits(timeout_sec=args.timeout_sec))
+        limits, name = Limits(timeout_sec=args.timeout_sec), os.path.basename(os.path.normpath(args.model))
+        blocks = app.build(engine, args.mode, limits, name=name, note=app.note_of(args.model))
         blocks.queue(default_concurrency_limit=None)
         blocks.launch(
             server_name=args.host, server_port=args.port, theme=app.THEME, css=app.CSS, head=app.HEAD,

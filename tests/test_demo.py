@@ -39,6 +39,7 @@ from trimode_vlm.demo.chat_logic import (  # noqa: E402
     Limits,
     as_shown,
     as_written,
+    mark_of,
     messages_of,
     options_of,
     user_message,
@@ -136,6 +137,20 @@ def test_bad_pictures_and_roles_are_one_line(tmp_path: Path) -> None:
         messages_of([{"role": "system", "content": "x"}], [tmp_path])
     with pytest.raises(ValueError, match="more than 16 pictures"):
         messages_of([question("", *["chart-1.png"] * 17)], [EXAMPLES])
+
+
+def test_what_is_shown_below_an_answer_is_no_part_of_it() -> None:
+    marks = {
+        reason: mark_of({"finish_reason": reason, "num_new_tokens": 5})
+        for reason in (None, "stop", "length", "cancelled", "timeout")
+    }
+    assert marks[None] == marks["stop"] == ""
+    assert [marks[r].strip("\n\u2060… ") for r in ("length", "cancelled", "timeout")] == [
+        "cut at 5 tokens", "stopped", "out of time",
+    ]  # fmt: skip
+    for mark in marks.values():
+        history = [{"role": "assistant", "content": [text(as_shown("a <b>\n") + mark)]}]
+        assert messages_of(history, []) == [{"role": "assistant", "content": "a <b>\n"}]
 
 
 def test_what_is_shown_is_what_was_written() -> None:
@@ -246,6 +261,28 @@ def test_canvas_ends_where_the_answer_ends_and_repeats_nothing(engine: Engine, m
     assert any("tm-yes" in html for html in seen) == (mode == "linear_spec")
 
 
+@pytest.mark.parametrize("mode", ["ar", "diffusion", "linear_spec", "quadratic_spec", "auto"])
+def test_live_counts_and_canvas_are_those_of_what_was_given(engine: Engine, mode: str) -> None:
+    page = Page(engine, [EXAMPLES])
+    values = [5 if name == "max_new_tokens" else value for name, value in SETTINGS.items()]
+    request = asyncio.run(page._submit(Turn(), [question("Count from 12 to 1.")], "", mode, values))
+    live, shown = LiveAnswer(request), ""
+    wait_for(lambda: request.is_done)
+    for event in request:
+        live.take(event)
+        record = live.record()
+        assert record["num_new_tokens"] == len(live.token_ids)
+        assert record["nfe"] == event.event.num_forwards
+        assert mode != "ar" or record["nfe"] == record["num_new_tokens"]
+        shown = panels.canvas(live, page._piece, engine.model.config.mask_token_id)
+    row = request.generation.rows[0]
+    assert (record["nfe"], record["seconds"], record["accepted_lengths"], record["finish_reason"]) == (
+        row.nfe, row.seconds, row.accepted_lengths, "length",
+    )  # fmt: skip
+    # Nothing that the budget left out.
+    assert shown_text(shown.partition("</div>")[0]) == live.text == "12 11"
+
+
 def test_everything_written_is_escaped() -> None:
     record = {
         "mode": HOSTILE, "num_new_tokens": 150, "nfe": 20, "nfe_prefill": 1, "seconds": 1.0,
@@ -288,7 +325,7 @@ def test_comparison_says_identical_or_not() -> None:
     record = {"num_new_tokens": 5, "nfe": 5, "nfe_prefill": 1, "seconds": 0.0, "accepted_lengths": []}
     records = [{"mode": mode, **record} for mode in ("ar", "diffusion", "linear_spec")]
     html = panels.comparison(records, ["a", "b", "a"])
-    assert [html.count(f">{word}<") for word in ("the first", "not identical", "identical")] == [1, 1, 1]
+    assert [html.count(f">{word}<") for word in ("reference", "not identical", "identical")] == [1, 1, 1]
 
 
 # --- what a visitor does
@@ -296,11 +333,13 @@ def test_comparison_says_identical_or_not() -> None:
 
 def test_refused_question_returns_to_the_box(engine: Engine, tmp_path: Path) -> None:
     page, records = Page(engine, [EXAMPLES]), []
-    value = {"text": "What?", "files": [str(tmp_path / "gone.png")]}
+    good = str(EXAMPLES / "chart-1.png")
+    value = {"text": "What?", "files": [good, str(tmp_path / "gone.png")]}
     before = [question("Hi"), {"role": "assistant", "content": [text("x")]}]
     outputs = run(page, value, before, records, "ar", "", *VALUES)
     box, history, *_, note = outputs[-1]
-    assert box["value"] == value and box["submit_btn"] and history == before and "gone.png" in note
+    assert box["value"] == value | {"files": [good]} and box["submit_btn"] and history == before
+    assert "gone.png" in note
     assert records == [] and page._turns == {}
     (only,) = run(page, {"text": " ", "files": []}, before, records, "ar", "", *VALUES)
     assert "Write a question" in only[-1]
@@ -456,12 +495,17 @@ def test_the_snippet_of_the_readme_runs(address: str, monkeypatch: Any, capsys: 
         ({"mode": "fast"}, "fast"),
         ({"max_new_tokens": 0}, "minimum"),
         ({"threshold": 3}, "maximum"),
+        ({"threshold": "x"}, "cannot be 'x'"),
+        ({"temperature": None}, "cannot be None"),
+        ({"seed": "x"}, "cannot be 'x'"),
         ({"message": {"text": "", "files": []}}, "empty"),
         ({"message": "bad.png"}, "bad.png"),
         ({"message": "cut.png"}, "cut.png"),
     ],
 )
-def test_client_errors_are_one_line(client: Client, tmp_path: Path, change: dict[str, Any], word: str) -> None:
+def test_client_errors_are_one_line(
+    client: Client, tmp_path: Path, change: dict[str, Any], word: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "bad.png").write_text("no picture")
     (tmp_path / "cut.png").write_bytes((EXAMPLES / "receipt-1.png").read_bytes()[:500])
     if isinstance(change.get("message"), str):
@@ -469,6 +513,9 @@ def test_client_errors_are_one_line(client: Client, tmp_path: Path, change: dict
     with pytest.raises(Exception, match=f"(?i){word}") as caught:
         client.predict(**({"message": {"text": "Hi", "files": []}} | change), api_name="/answer")
     assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
+    assert str(tmp_path) not in str(caught.value) and "/gradio/" not in str(caught.value)
+    # Nor is it in the server's log.
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_three_clients_with_different_pictures_at_once(address: str) -> None:

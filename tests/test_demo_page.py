@@ -214,11 +214,17 @@ def test_compare_says_what_is_identical(visit: Any) -> None:
         attach(page, "receipt-1.png", box="#compare-question")
         page.fill("#compare-question textarea", "Write the receipt as JSON.")
         page.get_by_role("button", name="Ask all modes").click()
-        expect(page.locator("#comparison tr")).to_have_count(5, timeout=WAIT_MS)
+        expect(page.locator("#comparison tr")).to_have_count(6, timeout=WAIT_MS)
         expect(page.locator("#comparison")).to_be_visible()
-        assert page.locator("#comparison .tm-same").all_inner_texts() == ["the first", *["identical"] * 3]
+        assert page.locator("#comparison .tm-same").all_inner_texts() == ["reference", *["identical"] * 4]
+        # Of the last mode asked; none is chosen here.
+        expect(page.locator("#live dd").first).to_have_text("auto")
+        expect(page.get_by_label("ar", exact=True)).to_have_count(0)
         texts = [page.locator(f"#answer-{mode} textarea").input_value() for mode in ("ar", "quadratic_spec")]
         assert texts[0] == texts[1] and texts[0].endswith('"74.46"}')
+        page.get_by_role("tab", name="Chat").click()
+        page.get_by_label("ar", exact=True).check()
+        expect(page.get_by_text("one token per forward")).to_be_visible()
 
 
 def test_text_tab_shows_what_was_typed_and_copies_it(visit: Any) -> None:
@@ -244,7 +250,7 @@ def test_text_tab_shows_what_was_typed_and_copies_it(visit: Any) -> None:
         expect(page.locator("#text-chat [data-testid=bot]").last).to_contain_text("12", timeout=WAIT_MS)
 
 
-def test_a_bad_file_loses_nothing(visit: Any, tmp_path: Any) -> None:
+def test_a_bad_file_loses_nothing_else(visit: Any, tmp_path: Any) -> None:
     (tmp_path / "bad.png").write_text("no picture")
     with visit() as page:
         send(page, "Spell the word lemon.")
@@ -253,9 +259,46 @@ def test_a_bad_file_loses_nothing(visit: Any, tmp_path: Any) -> None:
         expect(page.locator("#question .thumbnail-item")).to_have_count(1)
         send(page, "What is it?")
         expect(page.locator(".tm-note")).to_contain_text("bad.png")
+        assert "/" not in page.locator(".tm-note").inner_text()
         expect(page.locator(BOX)).to_have_value("What is it?")
-        assert page.locator("#question .thumbnail-item").count() == 1
+        expect(page.locator("#question .thumbnail-item")).to_have_count(0)
         assert page.locator("#chat [data-testid=user]").count() == page.locator("#chat [data-testid=bot]").count() == 1
+
+
+def test_an_answer_cut_short_says_so_but_not_in_a_copy(visit: Any) -> None:
+    with visit() as page:
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("number input for Longest answer").fill("5")
+        page.get_by_label("number input for Longest answer").press("Tab")
+        send(page, "Count from 12 to 1.")
+        answer = page.locator("#chat [data-testid=bot]")
+        expect(answer).to_contain_text("… cut at 5 tokens", timeout=WAIT_MS)
+        page.locator("#chat").get_by_label("Copy message").last.click()
+        page.wait_for_function("navigator.clipboard.readText().then(t => t === '12 11')")
+        answer.click(click_count=3)
+        page.evaluate("getSelection().selectAllChildren(document.querySelector('#chat [data-testid=bot]'))")
+        page.keyboard.press("Control+c")
+        page.wait_for_function("navigator.clipboard.readText().then(t => t.trim() === '12 11')")
+
+
+def test_clear_and_reset_clear_everything(visit: Any) -> None:
+    with visit() as page:
+        width = page.locator(".tabs").first.bounding_box()["width"]
+        send(page, "Spell the word lemon.")
+        finished(page, 1)
+        attach(page, "receipt-1.png")
+        page.fill(BOX, "half a question")
+        page.get_by_role("button", name="Clear", exact=True).locator("visible=true").last.click()
+        expect(page.locator("#chat [data-testid=bot]")).to_have_count(0)
+        expect(page.locator(BOX)).to_have_value("")
+        expect(page.locator("#question .thumbnail-item")).to_have_count(0)
+        expect(page.locator("#live")).to_contain_text("Ask something")
+        expect(page.locator("#session td").first).to_have_text("linear_spec")
+        page.get_by_role("button", name="Reset").click()
+        expect(page.locator("#session")).to_contain_text("No answers yet")
+        for tab in ("Compare", "Text only"):
+            page.get_by_role("tab", name=tab).click()
+            assert page.locator(".tabs").first.bounding_box()["width"] == width
 
 
 def test_paste_and_drop(visit: Any) -> None:
@@ -305,5 +348,7 @@ def test_phone(visit: Any, dark: bool) -> None:
         for name in ("Stop", "Regenerate", "Clear"):
             box = page.get_by_role("button", name=name, exact=True).locator("visible=true").last.bounding_box()
             assert box["height"] >= 44
+        table = page.locator("#session .tm-scroll")
+        assert table.evaluate("box => box.scrollWidth <= box.clientWidth")
         background = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
         assert (sum(background[:3]) < 200) == dark

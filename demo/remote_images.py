@@ -22,6 +22,7 @@ MAX_REDIRECTS = 3
 # Pixels of all pictures of a request, in largest pictures: a header of a few bytes can stand for a GiB of pixels.
 MAX_LARGEST = 4
 TIMEOUT_SEC = 10.0
+PORTS = {"http": 80, "https": 443}
 # IPv6 addresses whose last four bytes are one of IPv4: compatible ones, and those of NAT64.
 LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")  # private by RFC 8215, which Python 3.11 does not know yet
 CARRIES_IPV4 = [ipaddress.IPv6Network("::/96"), ipaddress.IPv6Network("64:ff9b::/96")]
@@ -110,11 +111,29 @@ async def _fetch(url: str, allowed_hosts: Sequence[str], max_bytes: int, name: s
 
 
 def is_allowed(scheme: str, host: str, port: int | None, allowed_hosts: Sequence[str]) -> bool:
-    """Whether an entry names the host, with its port where that is not the scheme's own."""
+    """Whether an entry names the host; its port too, but where that is the scheme's own (`port` None)."""
     allowed, host = {entry.lower() for entry in allowed_hosts}, host.lower()
-    if scheme not in ("http", "https") or not host:
+    if scheme not in PORTS or not host:
         return False
-    return f"{host}:{port}" in allowed if port is not None else host in allowed
+    host = f"[{host}]" if ":" in host else host
+    return f"{host}:{port or PORTS[scheme]}" in allowed or (port is None and host in allowed)
+
+
+def can_be_fetched_from(entry: str) -> bool:
+    """Whether some address matches an entry of `allowed_hosts`, as far as can be told without looking it up."""
+    import httpx
+
+    if "*" in entry:
+        return False
+    try:
+        urls = [httpx.URL(f"{scheme}://{entry}/") for scheme in PORTS]
+        if not any(is_allowed(url.scheme, url.host, url.port, [entry]) for url in urls):
+            return False
+        return is_public(urls[0].host)
+    except httpx.InvalidURL:
+        return False
+    except ValueError:  # a name, not an address
+        return True
 
 
 def public_address(host: str, name: str) -> str:

@@ -19,7 +19,7 @@ from serving import need
 need("httpx")
 
 from trimode_vlm.demo import remote_images  # noqa: E402
-from trimode_vlm.demo.remote_images import is_allowed, is_public, read_images  # noqa: E402
+from trimode_vlm.demo.remote_images import can_be_fetched_from, is_allowed, is_public, read_images  # noqa: E402
 
 resolve = socket.getaddrinfo
 
@@ -249,8 +249,32 @@ def test_hosts_and_ports() -> None:
     assert is_allowed("http", "ünï.test", None, entries)
     for scheme, host, port in (("http", "a.test", 22), ("http", "b.test", None), ("ftp", "a.test", None)):
         assert not is_allowed(scheme, host, port, entries)
+    assert is_allowed("https", "c.test", None, ["c.test:443"]) and not is_allowed(
+        "http", "c.test", None, ["c.test:443"]
+    )
+    assert is_allowed("http", "2606:4700::1111", 81, ["[2606:4700::1111]:81"])
     for host in ("", "xa.test", "a.test.evil", "test"):
         assert not is_allowed("http", host, None, entries)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["img.test", "IMG.test:8080", "img.test:443", "ünï.test", "1.1.1.1", "[2606:4700::1111]", "[2606:4700::1111]:81"],
+)
+def test_hosts_that_pictures_can_come_from(entry: str) -> None:
+    assert can_be_fetched_from(entry)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "https://img.test", "img.test/pictures", "*.img.test", "*", "img.test:port", "img test", "user@img.test", ":80",
+        "127.0.0.1", "10.0.0.1:80", "[::1]", "2606:4700::1111", "img.test?x", "img.test#x", "img.test:",
+        "xn--nxasmq6b.test",
+    ],
+)  # fmt: skip
+def test_hosts_that_no_picture_can_come_from(entry: str) -> None:
+    assert not can_be_fetched_from(entry)
 
 
 def opened(source: Any, **options: Any) -> Image.Image:

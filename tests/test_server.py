@@ -667,11 +667,12 @@ def test_a_draining_server_says_so_and_answers_what_it_has() -> None:
         wait_for(lambda: not engine.is_alive)
 
 
-def test_a_drain_that_takes_too_long_ends_what_is_left() -> None:
+@pytest.mark.parametrize("drain_sec", [0, 0.5])
+def test_a_drain_that_takes_too_long_ends_what_is_left(drain_sec: float) -> None:
     engine = Engine(*trimode_vlm.load("nano"))
     slowed(engine)
     app = create_app(engine, ServerSettings(default_mode="ar"))
-    server = serve.draining_server(app, "127.0.0.1", 0, drain_sec=0.5)
+    server = serve.draining_server(app, "127.0.0.1", 0, drain_sec=drain_sec)
     body = {"messages": COUNT, "max_tokens": 3900, "min_tokens": 3900, "stream": True}
     with listening(app, server) as url:
         whole: list[httpx.Response] = []
@@ -715,6 +716,8 @@ def test_an_engine_that_has_failed_is_unhealthy(monkeypatch: pytest.MonkeyPatch)
         (["--max-images", "0"], "--max-images must be above 0"),
         (["--kv-gib", "-1"], "--kv-gib must be above 0"),
         (["--drain-sec", "-1"], "--drain-sec must be at least 0"),
+        (["--image-hosts", "a.test,https://b.test/x"], "no picture's address can match 'https://b.test/x'"),
+        (["--api-key", "right", "--api-key", " "], "--api-key: the key is empty"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
     ],
 )
@@ -722,6 +725,18 @@ def test_bad_options_are_one_line(argv: list[str], words: str, capsys: pytest.Ca
     assert cli.main(["serve", "--port", "0", *argv]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert words in line
+
+
+def test_keys_come_from_the_line_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    assert serve.api_keys([]) == []
+    monkeypatch.setenv(serve.KEY_VARIABLE, "of a file\n")
+    assert serve.api_keys([]) == ["of a file"] and serve.api_keys(["a ", "b"]) == ["a", "b"]
+    with pytest.raises(cli.UsageError, match="--api-key: the key is empty"):
+        serve.api_keys([""])
+    monkeypatch.setenv(serve.KEY_VARIABLE, "\n")
+    with pytest.raises(cli.UsageError, match=f"{serve.KEY_VARIABLE}: the key is empty"):
+        serve.api_keys([])
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded(

@@ -64,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cors-origins", default="", help="comma-separated web origins that browsers may call from (default: none)")
     add("--max-body-mib", type=float, default=32.0, help="largest request body (default 32)")
     add("--max-images", type=int, default=16, help="images in one request (default 16)")
-    add("--max-image-megapixels", type=float, default=40.0, help="largest picture (default 40)")
+    add(
+        "--max-image-megapixels",
+        type=float,
+        default=40.0,
+        help="largest picture; those of a request may have 4 times that (default 40)",
+    )
     add("--drain-sec", type=float, default=30.0, help="after SIGTERM, how long answers may still take (default 30)")
     add_engine_arguments(parser)
 

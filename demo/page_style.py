@@ -51,14 +51,15 @@ CSS = """
 html { overflow-y: scroll; }
 .gradio-container { width: 100% !important; max-width: 1280px !important; margin: 0 auto; }
 .gradio-container { --input-placeholder-color: color-mix(in srgb, var(--body-text-color) 68%, transparent);
-  --block-info-text-color: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
+  --block-info-text-color: color-mix(in srgb, var(--body-text-color) 68%, transparent);
+  --body-text-color-subdued: color-mix(in srgb, var(--body-text-color) 68%, transparent); }
 .gradio-container button[role="tab"].selected { color: var(--primary-600); }
 .dark .gradio-container button[role="tab"].selected, .dark.gradio-container button[role="tab"].selected {
   color: var(--primary-400); }
 .gradio-container footer, .gradio-container footer button, .gradio-container footer a {
   color: color-mix(in srgb, var(--body-text-color) 68%, transparent) !important; }
 .gradio-container footer .divider { display: none; }
-.tm-chat .message table { display: block; width: max-content; max-width: 100%; overflow-x: auto; }
+.tm-chat .message table { display: block; width: max-content; max-width: 100%; overflow-x: auto; border: 0; }
 .tm-chat .message table th, .tm-chat .message table td { word-break: normal; overflow-wrap: normal; }
 .tm-chat img { max-height: 9rem; width: auto !important; max-width: 100%; object-fit: contain; }
 .tm-chat .message-markdown-disabled .md { white-space: pre-wrap; overflow-wrap: anywhere; }

@@ -361,6 +361,7 @@ def test_stop_and_the_next_question(engine: Engine) -> None:
     history = asyncio.run(stopped())
     assert records[0]["finish_reason"] == "cancelled" and records[0]["num_new_tokens"] < 150
     assert history[-1]["content"][0]["text"].startswith("6")
+    assert history[-1]["content"][0]["text"].endswith("… stopped")
     run(page, "Spell the word pineapple.", [], records, "ar", "", *VALUES)
     assert records[1]["finish_reason"] == "stop"
 
@@ -604,6 +605,7 @@ def command(*argv: str) -> subprocess.Popen[str]:
         (["--max-rows", "0"], "--max-rows must be above 0"),
         (["--device", "tpu"], "tpu"),
         (["--prot", "7"], "--prot"),
+        (["--mode", "fast"], "unknown mode 'fast'"),
         (["--model", "no/such/folder"], "no/such/folder"),
     ],
 )

@@ -154,6 +154,7 @@ def test_an_answer_streams_and_stop_ends_its_forwards_within_a_step(
         until(lambda: engine.stats()["running"] == 0)
         assert len(at_cancel) == 1 and engine.stats()["forwards"] - at_cancel[0] <= 1
         expect(page.locator("#live dd").last).to_contain_text("cancelled")
+        expect(answer).to_contain_text("… stopped")
         stopped = answer.inner_text().partition("\n")[0]
         assert stopped and ANSWERS["receipt-1.png"].startswith(stopped)
         engine.pace_sec = 0.0

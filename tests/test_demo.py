@@ -32,6 +32,7 @@ from gradio_client import Client, handle_file  # noqa: E402
 
 import trimode_vlm  # noqa: E402
 from trimode_vlm import cli  # noqa: E402
+from trimode_vlm.checkpoints import NANO_HINT  # noqa: E402
 from trimode_vlm.demo import app, handlers, panels, serve  # noqa: E402
 from trimode_vlm.demo.chat_logic import (  # noqa: E402
     MODE_SETTINGS,
@@ -694,6 +695,7 @@ def test_the_limits_of_serve_bind_its_page(engine: Engine, monkeypatch: pytest.M
     assert (limits.timeout_sec, limits.max_images, limits.max_image_pixels) == (
         settings.timeout_sec, settings.max_images, settings.max_image_pixels,
     )  # fmt: skip
+    assert (mounted["name"], mounted["note"]) == ("nano", NANO_HINT) and app.note_of("some/model") is None
     page = Page(engine, [EXAMPLES], Limits(max_images=1))
     *_, note = run(page, {"text": "?", "files": [str(EXAMPLES / "chart-1.png")] * 2}, [], [], "ar", "", *VALUES)[-1]
     assert "more than 1 pictures" in note

@@ -165,7 +165,7 @@ class Engine:
         """End the thread. With `drain`, requests that run or wait are answered first; without, they fail."""
         with self._wake:
             self._closing = "the engine is shutting down"
-            self._is_failing = not drain
+            self._is_failing = self._is_failing or not drain
             self._wake.notify()
         self._thread.join()
 

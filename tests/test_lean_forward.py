@@ -53,7 +53,8 @@ def rows_of_four(batch: int, query_length: int, device: torch.device, offset: in
 def test_it_equals_the_modules(tiny_text_model: Any, lengths: list[int], T: int, kind: Any) -> None:
     """Lengths on both sides of 256, from where on the query scale of Ministral-3 is not 1."""
     lean, modules = both_ways(tiny_text_model, lengths, T, kind)
-    torch.testing.assert_close(lean, modules, atol=1e-5, rtol=1e-5)
+    # Sums in another order: some processors' kernels differ by a little more than 1e-5.
+    torch.testing.assert_close(lean, modules, atol=3e-5, rtol=1e-5)
 
 
 def test_large_models_copy_no_projection(tiny_text_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,11 +97,14 @@ def run(args: argparse.Namespace) -> int:
         app = mount(app, engine, limits=limits, name=settings.model_name, note=note_of(args.model))
     server = draining_server(app, args.host, args.port, args.drain_sec)
     # uvicorn raises its signals once more when all is answered; a drained server has not failed.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    interrupts: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    server.run()
-    if interrupts:
+    signals: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: signals.append(number)) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if signal.SIGINT in signals:
         raise KeyboardInterrupt
     return 0 if server.started else 1
 

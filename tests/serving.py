@@ -14,7 +14,7 @@ import pytest
 def need(*modules: str) -> None:
     """Skip the test file where an optional package is missing."""
     for name in modules:
-        pytest.importorskip(name, reason=f"{name} is not installed (pip install 'trimode-vlm[serve,demo]')")
+        pytest.importorskip(name, reason=f"{name} is not installed (pip install {name.partition('.')[0]})")
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:

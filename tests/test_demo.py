@@ -685,12 +685,10 @@ def test_the_limits_of_serve_bind_its_page(engine: Engine, monkeypatch: pytest.M
     monkeypatch.setattr(
         serve, "draining_server", lambda served, *_: SimpleNamespace(run=served.state.drain.engine.close, started=True)
     )
-    before = signal.getsignal(signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     argv = ["serve", "--ui", "--port", "0", "--max-images", "3", "--max-image-megapixels", "5", "--timeout-sec", "7"]
-    try:
-        assert cli.main(argv) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert cli.main(argv) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     limits = mounted["limits"]
     assert (limits.timeout_sec, limits.max_images, limits.max_image_pixels) == (
         settings.timeout_sec, settings.max_images, settings.max_image_pixels,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections import Counter
@@ -11,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
+from trimode_vlm.detokenizer import BYTE_TOKEN, is_byte_level
 from trimode_vlm.request import Request, TextEvent
 
-BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # Ours that OpenAI's clients do not know are told as the nearest that they do.
 FINISH_REASONS = {"stop": "stop", "length": "length", "timeout": "length", "cancelled": "stop"}
 
@@ -143,22 +142,21 @@ class Reply:
         piece = self.tokenizer.convert_ids_to_tokens(token_id) or ""  # an id that the vocabulary is padded with
         if self._is_byte_level and all(letter in byte_alphabet() for letter in piece):
             return bytes(byte_alphabet()[letter] for letter in piece)
-        if not self._is_byte_level and BYTE_TOKEN.fullmatch(piece):
+        if not self._is_byte_level and BYTE_TOKEN.match(piece):
             return bytes.fromhex(piece[3:5])
         return self._text(token_id).encode()
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        return backend is not None and "ByteLevel" in repr(backend.decoder)
+        return is_byte_level(self.tokenizer)
 
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """The bytes that byte-level BPE's letters stand for: printable Latin-1 is itself, the rest follows from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(rest)}
+    """The bytes that byte-level BPE's letters stand for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def most_characters(tokenizer: Any) -> int | None:

@@ -245,8 +245,6 @@ def draining_server(app: Any, host: str, port: int, drain_sec: float) -> Any:
     """A uvicorn server that says where it listens once it does, and answers what it has before it ends."""
     import uvicorn
 
-    from trimode_vlm.demo.drain import POLL_SEC
-
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=LAST_BYTES_SEC)
 
     class Server(uvicorn.Server):
@@ -258,8 +256,7 @@ def draining_server(app: Any, host: str, port: int, drain_sec: float) -> Any:
 
         async def shutdown(self, sockets: Any = None) -> None:
             # Before the listener closes, so that a balancer that asks hears of it.
-            # A drain has to begin before it can end: without a moment for that it would not end at all.
-            await app.state.drain.run(max(drain_sec, POLL_SEC), lambda: self.force_exit)
+            await app.state.drain.run(drain_sec, lambda: self.force_exit)
             # What was forced is the end of the answers; uvicorn would leave the application unended as well.
             self.force_exit = False
             getattr(app.state, "close_pages", lambda: None)()

@@ -7,13 +7,13 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_tiny_model
 from decoding_cases import END, MODES, options, prompts
+from serving import wait_for
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from trimode_vlm.cache import KVCache
@@ -62,13 +62,6 @@ class Gate:
     def close(self) -> None:
         self.open.clear()
         self.reached.clear()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
@@ -352,7 +345,7 @@ def test_a_mode_that_needs_a_mask_is_refused_at_once() -> None:
 
 
 def open_when_closing(engine: Engine, gate: Gate) -> None:
-    until(lambda: engine.is_closing)
+    wait_for(lambda: engine.is_closing)
     gate.open.set()
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>$")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>$")
 _UNKNOWN = "\ufffd"
 
 
@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         # Byte-level BPE cuts characters between tokens; elsewhere unknown characters are final, and rare ones are
         # spelt in byte tokens. A tokenizer that does not show its decoder may do either.
-        byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
+        byte_level = is_byte_level(self._tokenizer)
         self._joins_bytes = backend is None or byte_level
         self._has_byte_tokens = not byte_level
         self.stopped = False
@@ -79,7 +79,7 @@ class IncrementalDetokenizer:
 
     def _is_byte_token(self, token_id: int) -> bool:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
-        return isinstance(token, str) and _BYTE_TOKEN.match(token) is not None
+        return isinstance(token, str) and BYTE_TOKEN.match(token) is not None
 
     def _advance(self, upto: int, text: str) -> str:
         """Emit the text of window[:upto] beyond the context; its pending tokens become the next context."""
@@ -120,6 +120,12 @@ class IncrementalDetokenizer:
         hold = max(_overlap(text, s) for s in self._stops)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
+
+
+def is_byte_level(tokenizer: Any) -> bool:
+    """Whether each letter of a token stands for a byte, as far as the tokenizer shows its decoder."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and "ByteLevel" in repr(backend.decoder)
 
 
 def _overlap(text: str, stop: str) -> int:

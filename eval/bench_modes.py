@@ -1,8 +1,8 @@
 """`trimode-vlm bench modes`: AR, self-speculation and auto by how many requests decode together.
 
-Held-out requests in batches of 1 to 16 rows, by every run in turn, so that a slower minute slows all; medians, without
-the prefill, which all share. Twice: with the drafts that the model makes, and with drafts that are worth nothing, since
-auto has to find out. Beside each measurement stands what the policy's formula says of it.
+Held-out requests in batches of 1 to 16 rows, each batch by every run in turn, so that a slower second slows all; the
+median of each batch, without the prefill, which all share. Twice: with the drafts that the model makes, and with drafts
+that are worth nothing, since auto has to find out. Beside each measurement stands what the policy's formula says of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from trimode_vlm.eval import tables
 from trimode_vlm.eval.prompts import inputs_of
-from trimode_vlm.eval.timing import interleaved, keeps_up
+from trimode_vlm.eval.timing import keeps_up, there_and_back
 
 DEFAULTS: dict[str, Any] = {"repeats": 5, "samples": 16, "adapter": None, "dtype": None, "plot": None}
 QUICK: dict[str, Any] = {"repeats": 1, "samples": 2}
@@ -103,7 +103,7 @@ def measure(model: Any, processor: Any, requests: Sequence[Any], repeats: int) -
                 "ar" if k == 1 else f"linear_spec {k}": tokens / predicted_sec(answers, rate, k, policy.cost)
                 for k in (1, *lengths)
             },
-            "chosen_at_full_batch": policy.choose([rate] * n, [own] * n, own),
+            "chosen_at_full_batch": policy.choose([[rate]] * n, [own] * n, own),
             "cycles_by_block_length": dict(
                 sorted(Counter(k for out in outputs["auto"] for row in out.block_lengths for k in row).items())
             ),
@@ -121,24 +121,22 @@ def measure(model: Any, processor: Any, requests: Sequence[Any], repeats: int) -
 def time_runs(
     model: Any, batches: Sequence[dict[str, Any]], runs: Mapping[str, dict[str, Any]], repeats: int
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Of each run the last outputs, and the median of its decode seconds over all batches."""
+    """Of each run the last outputs, and its decode seconds: the sum over the batches of their medians."""
     outputs: dict[str, list[Any]] = {}
-    seconds: dict[str, list[float]] = {run: [] for run in runs}
-
-    def answer(run: str) -> Callable[[], None]:
-        def call() -> None:
-            outputs[run] = [model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **runs[run]) for inputs in batches]
-            seconds[run].append(sum(out.total_seconds - max(out.seconds_to_first_token) for out in outputs[run]))
-
-        return call
-
-    interleaved({run: answer(run) for run in runs}, repeats)
-    # `interleaved` warms up in a first turn, unless there is one repetition only.
-    return outputs, {run: statistics.median(values[-repeats:]) for run, values in seconds.items()}
+    seconds: dict[str, list[list[float]]] = {run: [[] for _ in batches] for run in runs}
+    # The first turn warms up, unless there is one repetition only.
+    for turn in range(repeats + (repeats > 1)):
+        outputs = {run: [] for run in runs}
+        for i, inputs in enumerate(batches):
+            for run in there_and_back(list(runs), turn):
+                out = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, **runs[run])
+                outputs[run].append(out)
+                seconds[run][i].append(out.total_seconds - max(out.seconds_to_first_token))
+    return outputs, {run: sum(statistics.median(sec[-repeats:]) for sec in by) for run, by in seconds.items()}
 
 
 def acceptance(outputs: Sequence[Any]) -> float:
-    """The rate a of policy.py over all cycles of a run."""
+    """The rate of policy.py over all cycles of a run, one for all places of a draft."""
     from trimode_vlm.policy import Acceptance
 
     seen = Acceptance()
@@ -155,7 +153,7 @@ def predicted_sec(answers: Sequence[Sequence[int]], rate: float, k: int, cost: C
 
     total = 0.0
     for tokens in answers:
-        cycles = [math.ceil((n - 1) / expected_tokens(rate, k)) for n in tokens]
+        cycles = [math.ceil((n - 1) / expected_tokens([rate], k)) for n in tokens]
         total += sum(cost(sum(c > i for c in cycles), k) for i in range(max(cycles)))
     return total
 

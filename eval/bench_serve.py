@@ -18,6 +18,7 @@ from trimode_vlm.eval import tables
 from trimode_vlm.eval.arguments import numbers
 from trimode_vlm.eval.load_generator import SERVER_DEFAULT, EngineClient, HttpClient, Job, Load, Run, run_load
 from trimode_vlm.eval.serve_report import cell, memory_over_time, text_of, verdict
+from trimode_vlm.eval.timing import there_and_back
 
 DEFAULTS: dict[str, Any] = {
     "samples": 48,
@@ -162,8 +163,7 @@ def measure(
     singles: dict[str, list[Run]] = {mode: [] for mode in args.modes}
     watched: list[dict[str, float]] = [memory_now()]
     for repeat in range(1 if args.duration_sec else args.repeats):
-        # There and back again: neither of two modes is always the later one.
-        modes = args.modes if repeat % 2 == 0 else args.modes[::-1]
+        modes = there_and_back(args.modes, repeat)
         if not args.duration_sec:
             for mode in modes:
                 singles[mode].append(run_load(client, jobs, mode, Load(users=1)))

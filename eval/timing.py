@@ -16,18 +16,23 @@ LEAST_REPEATS = 3
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each run, taken in turns (A B A B) so that a slower minute slows all; one turn warms up.
+    """Median seconds of each run, taken in turns (A B, B A) so that a slower minute slows all; one turn warms up.
 
     With one repetition nothing warms up: that shows that the runs work, no more.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + (repeats > 1)):
-        for name, call in runs.items():
+        for name in there_and_back(list(runs), turn):
             start = time.perf_counter()
-            call()
+            runs[name]()
             if turn or repeats == 1:
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def there_and_back(names: Sequence[str], turn: int) -> Sequence[str]:
+    """The order of a turn: every other one goes back, so that none of two is always the later one."""
+    return names[::-1] if turn % 2 else names
 
 
 def repeat(call: Callable[[], object], times: int) -> Callable[[], None]:

@@ -82,7 +82,7 @@ def test_probes_lose_a_bounded_share(use: Any) -> None:
     drafting, ar = cycle_costs(out, cheap_blocks)
     num_probes = len(lengths) - lengths.count(1)
     assert 2 <= num_probes and drafting - num_probes * cheap_blocks(1, 1) <= PROBE_SHARE * ar
-    assert policy.rate(Acceptance(tokens=100)) < 0.6
+    assert policy.rates(Acceptance(tokens=100))[0] < 0.6
 
 
 def test_a_probe_finds_that_drafts_became_good(use: Any) -> None:

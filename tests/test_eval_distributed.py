@@ -73,7 +73,8 @@ def test_workers_share_the_samples_and_a_dead_one_is_named(tmp_path: Path, monke
         run.evaluate(chosen, loader=blind_loader)
     shards = [state.read_file(path) for path in state.shards(Path(chosen.output))]
     assert len(shards[-1]) == 2 and {r["id"] % 2 for r in shards[-1]} == {1}
-    assert all({r["id"] % 2 for r in shard} == {0} for shard in shards[:-1])
+    # The other may have opened its file and not yet answered.
+    assert all({r["id"] % 2 for r in shard} <= {0} for shard in shards[:-1])
     run.evaluate(replace(chosen, workers=1), loader=blind_loader)
     alone = replace(chosen, workers=1, output=str(tmp_path / "alone"))
     run.evaluate(alone, loader=blind_loader)

@@ -1,13 +1,14 @@
 """How long the next draft should be: the rule of `auto` mode, on numbers alone.
 
 A cycle of self-speculation with block length k over B rows costs two forwards of k tokens; block length 1 is AR, one
-forward of one token. If a token of the draft holds with probability a, given that all before it did, the cycle brings a
-row on average
+forward of one token. If token i of the draft holds with probability a_i, given that all before it did, the cycle brings
+a row on average
 
-    E(a, k) = 1 + a + a^2 + ... + a^(k-1) = (1 - a^k) / (1 - a)
+    E(a, k) = 1 + a_1 + a_1 a_2 + ... + a_1 a_2 ... a_(k-1)
 
-tokens. The next cycle takes the k that maximises sum over rows of E(a_row, k) / cost(B, k): tokens per second. Costs
-are measured (calibration.py), a is estimated from what cycles brought. Whatever k is chosen, the text is the same.
+tokens, (1 - a^k) / (1 - a) where all a_i are a. The next cycle takes the k that maximises sum over rows of
+E(a_row, k) / cost(B, k): tokens per second. Costs are measured (calibration.py), a is estimated from what cycles
+brought, one value for all i of an octave: 1, 2-3, 4-7, 8-15, ... Whatever k is chosen, the text is the same.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from dataclasses import dataclass
 ROW_DECAY = 0.8
 # While AR tells a row nothing new, what it knows fades by FADE every FADE_CYCLES: a hard passage may have ended.
 FADE, FADE_CYCLES = 0.7, 16
-# The average of all rows looks back some fifty cycles. In a row it counts as SHARED_WEIGHT tokens of its own.
+# The averages of all rows look back some fifty cycles. In a row they count as SHARED_WEIGHT tokens of its own, and so
+# does an octave in the next one: what no draft has reached yet is believed to be like what comes before it.
 SHARED_DECAY = 0.98
 SHARED_WEIGHT = 8.0
-# Answers that end at once say nothing of the drafts of long ones: rows with fewer tokens have an average of their own.
+# Answers that end at once say nothing of the drafts of long ones: rows with fewer tokens have averages of their own.
 YOUNG_TOKENS = 8
 # What is believed before anything was drafted, and as how many tokens: enough to draft at first where drafts can pay at
 # all, and for some failures.
@@ -30,12 +32,25 @@ FIRST_RATE, FIRST_TOKENS = 0.85, 24.0
 # Of the time spent in AR cycles, what may be lost on drafts that ask whether drafts have become good.
 PROBE_SHARE = 0.01
 
+# a_i by octave; the last one goes on.
+Rates = Sequence[float]
 
-def expected_tokens(rate: float, block_length: int) -> float:
-    """Tokens that a cycle brings on average: sum of rate^j over j < block_length."""
-    if rate >= 1:
-        return float(block_length)
-    return (1 - rate**block_length) / (1 - rate)
+
+def expected_tokens(rates: Rates, block_length: int) -> float:
+    """E(a, k): tokens that a cycle brings on average."""
+    total = chance = 1.0
+    for octave in range(num_octaves(block_length)):
+        rate = rates[min(octave, len(rates) - 1)]
+        size = min(2**octave, block_length - 2**octave)
+        all_hold = rate**size
+        total += chance * (size if rate >= 1 else rate * (1 - all_hold) / (1 - rate))
+        chance *= all_hold
+    return total
+
+
+def num_octaves(block_length: int) -> int:
+    """How many octaves the draft tokens 1 to k - 1 lie in."""
+    return (block_length - 1).bit_length()
 
 
 @dataclass
@@ -65,6 +80,29 @@ class Acceptance:
             self.held, self.failed = FADE * self.held, FADE * self.failed
 
 
+class Shared:
+    """What the drafts of many rows brought, by octave."""
+
+    def __init__(self) -> None:
+        self._octaves = [Acceptance(FIRST_RATE * FIRST_TOKENS, (1 - FIRST_RATE) * FIRST_TOKENS)]
+        self.rates = [FIRST_RATE]
+
+    def observe(self, tokens: int, block_length: int) -> None:
+        """A cycle brought a row `tokens`: each octave that had a part in that sees its own part."""
+        for octave in range(num_octaves(min(tokens + 1, block_length))):
+            if octave == len(self._octaves):
+                self._octaves.append(Acceptance())
+            first = 2**octave
+            # As if the block began before this octave and ended with it.
+            length = min(2 * first, block_length) - first + 1
+            self._octaves[octave].observe(min(tokens - first + 1, length), length, SHARED_DECAY)
+        self.rates = []
+        for seen in self._octaves:
+            weight = SHARED_WEIGHT if self.rates else 0.0
+            before = weight * self.rates[-1] if self.rates else 0.0
+            self.rates.append((seen.held + before) / (seen.held + seen.failed + weight))
+
+
 class Policy:
     """Chooses block lengths for one model on one machine; every request that it decodes teaches it.
 
@@ -74,19 +112,17 @@ class Policy:
 
     def __init__(self, cost: Callable[[int, int], float]) -> None:
         self.cost = cost
-        first = FIRST_RATE * FIRST_TOKENS, (1 - FIRST_RATE) * FIRST_TOKENS
-        self.young, self.old = Acceptance(*first), Acceptance(*first)
+        self.young, self.old = Shared(), Shared()
         self.probe_sec = 0.0
         # Requests of several threads may share a policy: read once, written whole.
         self._last: tuple[object, int, int | None] = (None, 1, None)
 
-    def rate(self, row: Acceptance) -> float:
-        """A row's chance that a draft token holds: its own cycles, and all rows' as SHARED_WEIGHT tokens more."""
-        shared = self.shared(row)
-        prior = SHARED_WEIGHT * shared.held / (shared.held + shared.failed)
-        return (row.held + prior) / (row.held + row.failed + SHARED_WEIGHT)
+    def rates(self, row: Acceptance) -> list[float]:
+        """A row's a_i: its own cycles, and all rows' as SHARED_WEIGHT tokens more."""
+        total = row.held + row.failed + SHARED_WEIGHT
+        return [(row.held + SHARED_WEIGHT * rate) / total for rate in self.shared(row).rates]
 
-    def shared(self, row: Acceptance) -> Acceptance:
+    def shared(self, row: Acceptance) -> Shared:
         """What all rows of this row's age have brought."""
         return self.young if row.tokens < YOUNG_TOKENS else self.old
 
@@ -95,15 +131,15 @@ class Policy:
         if block_length == 1:
             row.idle()
         elif tokens > 0:
-            self.shared(row).observe(tokens, block_length, SHARED_DECAY)
+            self.shared(row).observe(tokens, block_length)
             row.observe(tokens, block_length, ROW_DECAY)
 
-    def tokens_per_sec(self, rates: Sequence[float], limits: Sequence[int], block_length: int) -> float:
+    def tokens_per_sec(self, rates: Sequence[Rates], limits: Sequence[int], block_length: int) -> float:
         """Expected tokens of all rows per second of a cycle; a row takes at most its limit."""
-        tokens = sum(expected_tokens(rate, min(block_length, limit)) for rate, limit in zip(rates, limits, strict=True))
+        tokens = sum(expected_tokens(row, min(block_length, limit)) for row, limit in zip(rates, limits, strict=True))
         return tokens / self.cost(len(rates), block_length)
 
-    def choose(self, rates: Sequence[float], limits: Sequence[int], longest: int, shortest: int = 1) -> int:
+    def choose(self, rates: Sequence[Rates], limits: Sequence[int], longest: int, shortest: int = 1) -> int:
         """The block length between `shortest` and `longest` that brings most tokens per second, of equals the least."""
         return max(candidates(longest, shortest), key=lambda k: self.tokens_per_sec(rates, limits, k))
 
@@ -115,7 +151,7 @@ class Policy:
         AR cycles learn nothing about drafts. Each pays PROBE_SHARE of its cost into `probe_sec`; once that covers what
         a probe can lose, the probe is made. So probes lose at most PROBE_SHARE of the time that AR takes.
         """
-        rates, limits = [self.rate(row) for row in rows], [min(limit, longest) for limit in limits]
+        rates, limits = [self.rates(row) for row in rows], [min(limit, longest) for limit in limits]
         # Most AR cycles change none of these: the choice is then the last one, and costs next to nothing.
         key = rates, limits, longest, shortest, self.cost
         last = self._last
@@ -135,7 +171,7 @@ class Policy:
 
     def probe(self, limits: Sequence[int], longest: int) -> int | None:
         """The shortest draft that would beat AR if all of it held; None where drafting cannot pay."""
-        certain = [1.0] * len(limits)
+        certain = [[1.0]] * len(limits)
         ar = self.tokens_per_sec(certain, limits, 1)
         pays = (k for k in candidates(longest, 2) if self.tokens_per_sec(certain, limits, k) > ar)
         return next(pays, None)

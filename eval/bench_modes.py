@@ -153,7 +153,7 @@ def predicted_sec(answers: Sequence[Sequence[int]], rate: float, k: int, cost: C
 
     total = 0.0
     for tokens in answers:
-        cycles = [math.ceil((n - 1) / expected_tokens([rate], k)) for n in tokens]
+        cycles = [math.ceil((n - 1) / expected_tokens([rate], [k])[0]) for n in tokens]
         total += sum(cost(sum(c > i for c in cycles), k) for i in range(max(cycles)))
     return total
 

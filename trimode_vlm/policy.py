@@ -36,21 +36,20 @@ PROBE_SHARE = 0.01
 Rates = Sequence[float]
 
 
-def expected_tokens(rates: Rates, block_length: int) -> float:
-    """E(a, k): tokens that a cycle brings on average."""
+def expected_tokens(rates: Rates, block_lengths: Sequence[int]) -> list[float]:
+    """E(a, k) of each block length k, given in ascending order: tokens that a cycle brings on average."""
     total = chance = 1.0
-    for octave in range(num_octaves(block_length)):
-        rate = rates[min(octave, len(rates) - 1)]
-        size = min(2**octave, block_length - 2**octave)
-        all_hold = rate**size
-        total += chance * (size if rate >= 1 else rate * (1 - all_hold) / (1 - rate))
-        chance *= all_hold
-    return total
-
-
-def num_octaves(block_length: int) -> int:
-    """How many octaves the draft tokens 1 to k - 1 lie in."""
-    return (block_length - 1).bit_length()
+    place, found = 1, []
+    for block_length in block_lengths:
+        while place < block_length:
+            octave = place.bit_length() - 1
+            rate, size = rates[min(octave, len(rates) - 1)], min(2 * 2**octave, block_length) - place
+            all_hold = rate**size
+            total += chance * (size if rate >= 1 else rate * (1 - all_hold) / (1 - rate))
+            chance *= all_hold
+            place += size
+        found.append(total)
+    return found
 
 
 @dataclass
@@ -89,7 +88,7 @@ class Shared:
 
     def observe(self, tokens: int, block_length: int) -> None:
         """A cycle brought a row `tokens`: each octave that had a part in that sees its own part."""
-        for octave in range(num_octaves(min(tokens + 1, block_length))):
+        for octave in range(min(tokens, block_length - 1).bit_length()):
             if octave == len(self._octaves):
                 self._octaves.append(Acceptance())
             first = 2**octave
@@ -134,14 +133,22 @@ class Policy:
             self.shared(row).observe(tokens, block_length)
             row.observe(tokens, block_length, ROW_DECAY)
 
-    def tokens_per_sec(self, rates: Sequence[Rates], limits: Sequence[int], block_length: int) -> float:
-        """Expected tokens of all rows per second of a cycle; a row takes at most its limit."""
-        tokens = sum(expected_tokens(row, min(block_length, limit)) for row, limit in zip(rates, limits, strict=True))
-        return tokens / self.cost(len(rates), block_length)
+    def tokens_per_sec(
+        self, rates: Sequence[Rates], limits: Sequence[int], block_lengths: Sequence[int]
+    ) -> list[float]:
+        """Expected tokens of all rows per second of a cycle of each block length; a row takes at most its limit."""
+        by_row = [
+            expected_tokens(row, [min(k, limit) for k in block_lengths])
+            for row, limit in zip(rates, limits, strict=True)
+        ]
+        tokens = map(sum, zip(*by_row, strict=True))
+        return [n / self.cost(len(rates), k) for n, k in zip(tokens, block_lengths, strict=True)]
 
     def choose(self, rates: Sequence[Rates], limits: Sequence[int], longest: int, shortest: int = 1) -> int:
         """The block length between `shortest` and `longest` that brings most tokens per second, of equals the least."""
-        return max(candidates(longest, shortest), key=lambda k: self.tokens_per_sec(rates, limits, k))
+        allowed = candidates(longest, shortest)
+        per_sec = self.tokens_per_sec(rates, limits, allowed)
+        return allowed[per_sec.index(max(per_sec))]
 
     def next_block_length(
         self, rows: Sequence[Acceptance], limits: Sequence[int], longest: int, shortest: int = 1
@@ -171,10 +178,9 @@ class Policy:
 
     def probe(self, limits: Sequence[int], longest: int) -> int | None:
         """The shortest draft that would beat AR if all of it held; None where drafting cannot pay."""
-        certain = [[1.0]] * len(limits)
-        ar = self.tokens_per_sec(certain, limits, 1)
-        pays = (k for k in candidates(longest, 2) if self.tokens_per_sec(certain, limits, k) > ar)
-        return next(pays, None)
+        allowed = candidates(longest)
+        ar, *others = self.tokens_per_sec([[1.0]] * len(limits), limits, allowed)
+        return next((k for k, per_sec in zip(allowed[1:], others, strict=True) if per_sec > ar), None)
 
 
 def candidates(longest: int, shortest: int = 1) -> list[int]:

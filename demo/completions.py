@@ -191,6 +191,7 @@ def usage(requests: Sequence[Request]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": tokens,
         "total_tokens": prompt + tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in requests)},
         "mode": requests[0].mode,
         "nfe": sum(row.nfe for row in rows),
         "nfe_prefill": sum(row.nfe_prefill for row in rows),

@@ -49,6 +49,7 @@ SCHEMAS: dict[str, Schema] = {
         prompt_tokens=COUNT,
         completion_tokens=COUNT,
         total_tokens=COUNT,
+        prompt_tokens_details=_object(cached_tokens=COUNT),
         mode=TEXT,
         nfe=COUNT,
         nfe_prefill=COUNT,

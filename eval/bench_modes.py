@@ -197,7 +197,7 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             lengths = [1 if run == "ar" else int(run.split()[1]) for run in said]
             right.plot(lengths, [cell["tokens_per_sec"][run] for run in said], color=color, marker="o", label=n)
             right.plot(lengths, list(said.values()), color=color, linestyle="--")
-        left.set(title=name.replace("_", " "), xlabel="parallel requests")
+        left.set(title=f"{name.replace('_', ' ')} (dashed: predicted)", xlabel="parallel requests")
         right.set(title="fixed block lengths, by parallel requests", xlabel="block length (1 is ar)")
         for axis, ticks in ((left, parallel), (right, lengths)):
             axis.set_xscale("log", base=2)

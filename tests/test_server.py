@@ -154,6 +154,8 @@ def test_two_pictures_in_one_message_and_in_two_turns(client: openai.OpenAI, eng
         ids = out.sequences[0, inputs["input_ids"].shape[1] :]
         assert reply.choices[0].message.content == engine.processor.decode(ids, skip_special_tokens=True)
         assert reply.usage.prompt_tokens == inputs["input_ids"].shape[1]
+    usage = ask(client, turns).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1, "the last is read again for its logits"
 
 
 def test_text_alone_and_roles(client: openai.OpenAI, engine: Engine) -> None:

@@ -236,6 +236,7 @@ class Engine:
             if other != key:
                 group.state.cache.trim()  # the memory of rows that left is what the newcomer is let in for
         generation.cache_in = self.prefixes.find(generation.rows[0].prompt)
+        request.cached_tokens = len(generation.cache_in.token_ids) if generation.cache_in else 0
         if not self._groups:
             self._lean = lean_forward(self.model.encoder)
         state = generation.begin(self.features, self._lean)

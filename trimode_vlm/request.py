@@ -42,6 +42,8 @@ class Request:
         self.generation, self.deadline = generation, deadline
         self.error: BaseException | None = None
         self.texts = [""] * len(generation.rows)
+        # Tokens of the prompt whose keys an earlier conversation had left.
+        self.cached_tokens = 0
         self._input_ids = input_ids
         self._cancelled = threading.Event()
         self._done = threading.Event()

@@ -131,10 +131,11 @@ class Generation:
     def events(self) -> Iterator[StreamEvent]:
         self.state = state = self.begin()
         for steps in DECODERS[self.config.mode](state):
+            places = {row: place for place, row in enumerate(state.rows)}
             for step in steps:
                 row = self.rows[step.row]
                 event = self.take(row, step)
-                state.remaining[state.rows.index(step.row)] = row.remaining
+                state.remaining[places[step.row]] = row.remaining
                 if row.finish_reason:
                     state.finished.add(step.row)
                 if event.token_ids or event.canvas or event.finish_reason:

@@ -104,13 +104,13 @@ def verify(
 
     rows: batch indices of those that have a draft of their own; the others accept none.
     """
-    params = state.settings.sampling
+    params, drafting = state.settings.sampling, set(rows)
     if not params.do_sample:
         target = logits.argmax(-1)
         agree = (target[:, :-1] == draft_ids).long().cumprod(-1)
         num_accepted = agree.sum(-1)
         if len(rows) < state.batch:
-            has_draft = [i in rows for i in range(state.batch)]
+            has_draft = [i in drafting for i in range(state.batch)]
             num_accepted = num_accepted * torch.tensor(has_draft, device=num_accepted.device)
         return num_accepted.tolist(), target.gather(-1, num_accepted[:, None]).squeeze(-1)
     target_probs = probabilities(logits, params)
@@ -119,6 +119,6 @@ def verify(
     accept = block_accept if state.settings.verification == "block" else speculative_accept
     results = []
     for i in range(state.batch):
-        k = draft_ids.shape[1] if i in rows else 0
+        k = draft_ids.shape[1] if i in drafting else 0
         results.append(accept(draft_ids[i, :k], draft_probs[i, :k], target_probs[i, : k + 1], state.generators[i]))
     return [n for n, _ in results], torch.tensor([t for _, t in results], device=logits.device)

@@ -44,24 +44,33 @@ def inputs_of(ids: list[int], **images: Any) -> dict[str, Any]:
 
 
 class Gate:
-    """Holds the engine at a backbone call until the test lets it go on."""
+    """Holds the engine at a backbone call until the test lets it go on; `reached` once a call is held.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        pace_sec: waits so long before each call, so that 900 tokens last until the test has closed the gate.
+    """
+
+    def __init__(self, model: Any, pace_sec: float = 0.0) -> None:
         self.open, self.reached, self.calls = threading.Event(), threading.Event(), 0
+        self.pace_sec, self._lock = pace_sec, threading.Lock()
         self.open.set()
         hidden = model.hidden
 
         def gated(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            self.reached.set()
+            time.sleep(self.pace_sec)
+            with self._lock:
+                self.calls += 1
+                if not self.open.is_set():
+                    self.reached.set()
             assert self.open.wait(60)
             return hidden(*args, **kwargs)
 
         model.hidden = gated
 
     def close(self) -> None:
-        self.open.clear()
-        self.reached.clear()
+        with self._lock:
+            self.open.clear()
+            self.reached.clear()
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
@@ -125,10 +134,10 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_cancelling_ends_the_forwards_within_one_step(mode: str) -> None:
     model = make_tiny_model(seed=3, vision=False)
-    gate = Gate(model)
+    gate = Gate(model, pace_sec=0.02)
     with Engine(model, Words()) as engine:
         request = engine.submit(inputs_of([20, 21]), max_new_tokens=900, eos_token_id=[], **options(mode, 4))
-        next(iter(request))
+        next(event for event in request if event.event.token_ids)
         gate.close()
         assert gate.reached.wait(60)
         request.cancel()
@@ -147,7 +156,7 @@ def test_cancelling_one_row_leaves_the_others_as_they_are() -> None:
     model = make_tiny_model(seed=3, vision=False)
     asked = prompts(4, seed=5)
     expected = [model.generate(torch.tensor([ids]), max_new_tokens=40, eos_token_id=[]) for ids in asked]
-    gate = Gate(model)
+    gate = Gate(model, pace_sec=0.02)
     with Engine(model, Words()) as engine:
         requests = [
             engine.submit(inputs_of(ids), max_new_tokens=budget, eos_token_id=[])
@@ -158,6 +167,7 @@ def test_cancelling_one_row_leaves_the_others_as_they_are() -> None:
         requests += [engine.submit(inputs_of(ids), max_new_tokens=40, eos_token_id=[]) for ids in asked[2:]]
         requests[1].cancel()
         requests[3].cancel()  # before its first step
+        gate.pace_sec = 0.0
         gate.open.set()
         for i in (0, 2):
             assert requests[i].result().sequences.tolist() == expected[i].sequences.tolist()
@@ -182,9 +192,9 @@ def test_a_waiting_request_can_be_cancelled_and_can_run_out_of_time() -> None:
 
 def test_a_running_request_that_runs_out_of_time_keeps_what_it_has() -> None:
     model = make_tiny_model(seed=3, vision=False)
-    gate = Gate(model)
+    gate = Gate(model, pace_sec=0.02)
     with Engine(model, Words()) as engine:
-        request = engine.submit(inputs_of([20]), max_new_tokens=900, eos_token_id=[], timeout_sec=60)
+        request = engine.submit(inputs_of([20]), max_new_tokens=900, eos_token_id=[], timeout_sec=600)
         next(iter(request))
         gate.close()
         request.deadline = time.perf_counter()
@@ -212,10 +222,13 @@ def test_memory_bounds_what_runs_together() -> None:
     per_slot = 2 * 2 * 2 * 8 * 4  # keys and values, layers, kv heads, head width, bytes
     settings = EngineSettings(kv_bytes=2 * 31 * per_slot)
     seen: list[int] = []
+    gate = Gate(model)
+    gate.close()
     hidden = model.hidden
     model.hidden = lambda embeds, *args: (seen.append(len(embeds)), hidden(embeds, *args))[1]
     with Engine(model, Words(), settings) as engine:
         requests = [engine.submit(inputs_of([20] * 10), max_new_tokens=20, eos_token_id=[]) for _ in range(5)]
+        gate.open.set()
         for request in requests:
             request.result()
         with pytest.raises(ValueError, match=r"80 tokens with 20 new ones needs .* lower max_new_tokens"):
@@ -225,7 +238,7 @@ def test_memory_bounds_what_runs_together() -> None:
 
 def test_a_request_that_waits_ends_in_time_behind_one_that_does_not_fit() -> None:
     model = make_tiny_model(vision=False)
-    gate = Gate(model)
+    gate = Gate(model, pace_sec=0.02)
     with Engine(model, Words(), EngineSettings(max_rows=2)) as engine:
         gate.close()
         running = engine.submit(inputs_of([20]), max_new_tokens=900, eos_token_id=[])
@@ -317,6 +330,7 @@ def test_a_fault_of_the_engine_itself_leaves_nobody_waiting(monkeypatch: pytest.
 
 def test_memory_that_a_cancelled_row_lacks_ends_its_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny_model(vision=False)
+    Gate(model, pace_sec=0.02)
     with Engine(model, Words()) as engine:
         request = engine.submit(inputs_of([20] * 20), max_new_tokens=900, eos_token_id=[])
         next(iter(request))
@@ -460,6 +474,7 @@ def test_an_asyncio_consumer_that_goes_away_cancels() -> None:
         await events.aclose()
         return count
 
+    Gate(model, pace_sec=0.02)
     with Engine(model, Words()) as engine:
         request = engine.submit(inputs_of([20]), max_new_tokens=1000, eos_token_id=[])
         assert asyncio.run(read_two(request)) == 2

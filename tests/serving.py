@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -23,6 +25,26 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """For whoever cannot take port 0. The kernel gives others none of these: Linux's begin at 32768, macOS's later."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+@contextmanager
+def paced(engine: Any, seconds: float = 0.05) -> Iterator[None]:
+    """Every step waits so long first: no answer ends before a test has looked at it, on whatever machine."""
+    step = engine._step
+    engine._step = lambda *args: (time.sleep(seconds), step(*args))
+    try:
+        yield
+    finally:
+        engine._step = step
 
 
 @contextmanager

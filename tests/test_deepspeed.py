@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from serving import free_port
 from test_finetune import FAST, vlm_folder, write_rows  # noqa: F401 - a fixture
 from test_trainer import log_of, trainer
 from training_cases import MIXED, sample
@@ -147,7 +148,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(run
 def test_the_smoke_recipe_under_deepspeeds_launcher(tmp_path):
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [
-        *(sys.executable, str(launcher), "--num_accelerators", "2", "--master_port", "29613"),
+        *(sys.executable, str(launcher), "--num_accelerators", "2", "--master_port", str(free_port())),
         *("--module", "trimode_vlm.training", "--config", "nano-smoke", "--out", str(tmp_path), "--deepspeed", "zero2"),
         *("--ar.optimizer", "adamw", "--joint.optimizer", "adamw", "--ar.steps", "5", "--joint.steps", "5"),
     ]

@@ -6,10 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +17,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from eval_cases import PAD, StubModel, StubProcessor, lines, settings
+from serving import free_port
 from torch.distributed import TCPStore
 
 from trimode_vlm.eval import ranks, run, state
@@ -56,7 +55,7 @@ def torchrun(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
     paths = f"{here}{os.pathsep}{REPOSITORY}"
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *argv]
-    return subprocess.run(command, env=env, timeout=240, capture_output=True, text=True)
+    return subprocess.run(command, env=env, timeout=500, capture_output=True, text=True)
 
 
 def alike(folder: Path) -> list[dict[str, Any]]:
@@ -112,7 +111,7 @@ def test_two_ranks_answer_byte_for_byte_what_one_answers(tmp_path: Path) -> None
             assert [cell[name] for name in same] == [other[name] for name in same]
 
 
-def meet(rank: int, variables: dict[str, str], fate: str, pipe: Any) -> None:
+def meet(rank: int, variables: dict[str, str], fate: str, pipe: Any, has_waited: Any) -> None:
     """One of three ranks, none of which has an agent to stop it when another dies."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", **variables}
     looks: list[None] = []
@@ -126,6 +125,7 @@ def meet(rank: int, variables: dict[str, str], fate: str, pipe: Any) -> None:
         looks.append(None)
         if rank == 0 and len(looks) == 2:
             pipe.send("waited")
+            has_waited.set()
 
     try:
         with ranks.joined() as group:
@@ -133,7 +133,7 @@ def meet(rank: int, variables: dict[str, str], fate: str, pipe: Any) -> None:
             if rank == 1 and fate == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 2 and fate == "slow":
-                time.sleep(3 * ranks.POLL_SEC)
+                assert has_waited.wait(60)
             group.wait(look)
         pipe.send("met")
     except (ValueError, RuntimeError, SystemExit) as error:
@@ -143,13 +143,15 @@ def meet(rank: int, variables: dict[str, str], fate: str, pipe: Any) -> None:
 def meeting(fate: str, **variables: str) -> list[list[str]]:
     """What each of the three ranks said."""
     context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe() for _ in range(3)]
-    processes = [context.Process(target=meet, args=(rank, variables, fate, pipes[rank][1])) for rank in range(3)]
+    pipes, has_waited = [context.Pipe() for _ in range(3)], context.Event()
+    processes = [
+        context.Process(target=meet, args=(rank, variables, fate, pipes[rank][1], has_waited)) for rank in range(3)
+    ]
     for process in processes:
         process.start()
     heard: list[list[str]] = []
     for process, (receive, _) in zip(processes, pipes, strict=True):
-        process.join(60)
+        process.join(120)
         process.kill()
         heard.append([])
         while receive.poll(0):
@@ -157,15 +159,9 @@ def meeting(fate: str, **variables: str) -> list[list[str]]:
     return heard
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 @pytest.mark.parametrize("fate", ["slow", "killed", "refused"])
 def test_ranks_wait_for_the_slow_and_not_for_the_dead(fate: str) -> None:
-    heard = meeting(fate, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    heard = meeting(fate, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     if fate == "slow":
         assert heard == [["waited", "met"], ["met"], ["met"]]
     elif fate == "killed":

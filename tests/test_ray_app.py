@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import EXAMPLES
-from serving import need
+from serving import free_port, need
 
 need("fastapi", "httpx", "psutil")
 pytest.importorskip("ray.serve", reason="ray is not installed (pip install 'trimode-vlm[ray]')")
@@ -49,9 +48,7 @@ def ask(url: str, index: int, **options: Any) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
     environment = {"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
     ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment, log_to_driver=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from serving import listening, need
+from test_engine import Gate
 
 need("fastapi", "uvicorn", "prometheus_client", "httpx", "psutil")
 
@@ -29,22 +30,26 @@ from trimode_vlm.eval.load_generator import (  # noqa: E402
     run_load,
 )
 from trimode_vlm.eval.serve_report import cell, latencies, percentiles, text_of, verdict  # noqa: E402
+from trimode_vlm.request import QueueFullError  # noqa: E402
 from trimode_vlm.vision.images import open_image  # noqa: E402
 
 JOBS = [Job(number=i, messages=[], max_new_tokens=1) for i in range(12)]
 
 
 class Asked:
-    """A client whose answers take `seconds`; counts who asks at once."""
+    """A client whose answers take `seconds`, or until `awaited` have asked; counts who asks at once."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, awaited: int = 0) -> None:
         self.seconds, self.now, self.most, self.jobs = seconds, 0, 0, []  # type: ignore[var-annotated]
+        self.awaited, self.all_ask = awaited, asyncio.Event()
 
     async def ask(self, job: Job, mode: str) -> Answer:
         self.now += 1
         self.most = max(self.most, self.now)
         self.jobs.append((job.number, time.perf_counter()))
-        await asyncio.sleep(self.seconds)
+        if len(self.jobs) == self.awaited:
+            self.all_ask.set()
+        await (asyncio.wait_for(self.all_ask.wait(), 60) if self.awaited else asyncio.sleep(self.seconds))
         self.now -= 1
         return Answer(job=job.number, sent=0.0, text=mode, tokens=2)
 
@@ -65,7 +70,7 @@ def test_users_ask_again_when_they_are_answered() -> None:
 
 def test_arrivals_do_not_wait_for_answers() -> None:
     """Nothing is answered before all have come; the moments are the seed's."""
-    client = Asked(0.5)
+    client = Asked(0.0, awaited=12)
     ask_all(client, Load(rate=200.0), seed=3)
     assert client.most == 12
     gaps = [[b - a for (_, a), (_, b) in zip(c.jobs, c.jobs[1:], strict=False)] for c in (client,)]
@@ -74,13 +79,13 @@ def test_arrivals_do_not_wait_for_answers() -> None:
 
 def test_nobody_waits_behind_the_last_arrival() -> None:
     """The gap that this seed gives would be 18 seconds."""
-    assert run_load(Asked(0.0), JOBS[:1], "ar", Load(rate=0.1), seed=0).seconds < 5  # type: ignore[arg-type]
+    assert run_load(Asked(0.0), JOBS[:1], "ar", Load(rate=0.1), seed=0).seconds < 15  # type: ignore[arg-type]
 
 
 def test_a_duration_goes_over_the_questions_again() -> None:
     client, seconds = Asked(0.002), []
-    run = ask_all(client, Load(users=3), duration_sec=0.4, each_second=lambda: seconds.append(1))
-    assert len(run.answers) == len(client.jobs) > 12 and run.seconds >= 0.4 and seconds
+    run = ask_all(client, Load(users=3), duration_sec=2.0, each_second=lambda: seconds.append(1))
+    assert len(run.answers) == len(client.jobs) > 12 and run.seconds >= 2.0 and seconds
     assert [n for n, _ in client.jobs][:13] == [*range(12), 0]
 
 
@@ -210,11 +215,23 @@ def test_costs_are_measured_for_all_rows_beforehand_and_the_adapter_is_there(
 
 
 def test_a_full_queue_is_counted_as_refused() -> None:
+    """The engine does nothing until somebody has been refused."""
     model, processor = trimode_vlm.load("nano")
     jobs = questions(6, 0, "text", 60)
     engine = Engine(model, processor, EngineSettings(max_rows=1, queue_limit=1))
+    gate, check_open = Gate(model), engine.check_open
+
+    def checked() -> None:
+        try:
+            check_open()
+        except QueueFullError:
+            gate.open.set()
+            raise
+
+    engine.check_open = checked  # type: ignore[method-assign]
     with listening(create_app(engine, ServerSettings())) as url:
         for client in (EngineClient(engine, jobs), HttpClient(url, None, None, jobs)):
+            gate.close()
             run = run_load(client, jobs, "ar", Load(users=6))
             assert {a.status for a in run.answers} == {"ok", "refused"}
 

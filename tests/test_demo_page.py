@@ -33,7 +33,8 @@ QUIET = (
 ).split()
 QUESTIONS = json.loads((EXAMPLES / "questions.json").read_text(encoding="utf-8"))
 ANSWERS = {q["image"]: q["answer"] for q in QUESTIONS}
-WAIT_MS = 30_000
+WAIT_MS = 120_000
+expect.set_options(timeout=WAIT_MS)
 BOX = "#question textarea"
 
 

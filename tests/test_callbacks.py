@@ -564,10 +564,12 @@ def test_an_ordinary_run_is_not_stopped_and_the_watch_ends_with_it(tmp_path):
             polled.set()
         return clock.now
 
+    others = set(threading.enumerate())  # what other tests have left in this process
     watch = StallWatch(tmp_path, clock=looked_at, poll_sec=0.001, stop_process=stopped.append)
     toy_trainer(tmp_path, [watch], Slow()).train()
     assert clock.now == 6000 and stopped == []
-    assert watch.watchdog is None and not any(thread.name == "stall watch" for thread in threading.enumerate())
+    left = set(threading.enumerate()) - others
+    assert watch.watchdog is None and not any(thread.name == "stall watch" for thread in left)
     off = StallWatch(tmp_path, 0)
     toy_trainer(tmp_path, [off]).train()
     assert off.watchdog is None

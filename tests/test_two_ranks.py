@@ -51,7 +51,7 @@ def runs(tmp_path_factory):
     )
     env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, env=env, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, timeout=500, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

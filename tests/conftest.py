@@ -95,6 +95,12 @@ def no_users_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def the_same_chance_in_any_order() -> None:
+    """Numbers that a test draws without a generator do not hang on which tests its worker ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def pillow_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """lmms-eval, which some tests import, tells Pillow to take truncated files; no other test may see that."""
     from PIL import ImageFile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from trimode_vlm.eval.prompts import inputs_of
 def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft of k tokens costs two forwards of 1 + k / 10 ms, whatever the machine says."""
     monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path))
+    # Other tests' costs of the models that they share with these.
+    monkeypatch.setattr(calibration, "_calibrations", weakref.WeakKeyDictionary())
     seconds = {tokens: 1e-3 + 1e-4 * tokens for tokens in calibration.TOKENS}
     monkeypatch.setattr(calibration, "measure", lambda model, rows: seconds)
 

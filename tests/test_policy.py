@@ -170,3 +170,25 @@ def test_where_no_draft_can_pay_none_is_made() -> None:
     policy = Policy(lambda rows, k: 2.0 * k if k > 1 else 1.0)
     rows = [Acceptance()]
     assert {policy.next_block_length(rows, [1000], 64) for _ in range(5000)} == {1}
+
+
+def test_a_remembered_choice_is_the_one_that_would_be_made() -> None:
+    """Rows of all ages come and go, drafts hold or fail: beside the policy one that remembers no choice."""
+    draw, chosen = random.Random(3), []
+    twins = [Policy(cheap_blocks), Policy(cheap_blocks)]
+    pairs: list[list[Acceptance]] = []
+    for cycle in range(1500):
+        while not pairs or (len(pairs) < 3 and draw.random() < 0.05):
+            pairs.append([Acceptance(), Acceptance()])
+        limits = [draw.choice([1, 5, 100, 100, 100]) for _ in pairs] if draw.random() < 0.1 else [100] * len(pairs)
+        twins[1]._last = (None, 1, None)
+        k, other = (twin.next_block_length([pair[i] for pair in pairs], limits, 32) for i, twin in enumerate(twins))
+        assert k == other
+        chosen.append(k)
+        for pair, limit in zip(pairs, limits, strict=True):
+            # By turns drafts are mostly wrong and mostly right.
+            tokens = k if draw.random() < cycle // 250 % 2 else draw.randint(1, min(k, 2))
+            for row, twin in zip(pair, twins, strict=True):
+                twin.observe(row, min(tokens, limit), min(k, limit))
+        pairs = [pair for pair in pairs if draw.random() > 0.03]
+    assert chosen.count(1) > 300 and len(set(chosen)) > 3

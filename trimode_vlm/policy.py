@@ -71,12 +71,14 @@ class Acceptance:
         self.failed = decay * self.failed + (tokens < block_length)
         self.tokens += tokens
 
-    def idle(self) -> None:
-        """A cycle without a draft brought a token."""
+    def idle(self) -> bool:
+        """A cycle without a draft brought a token. Whether that changes what is expected of the row's drafts."""
         self.tokens += 1
         self.idle_cycles += 1
-        if self.idle_cycles % FADE_CYCLES == 0:
+        fades = self.idle_cycles % FADE_CYCLES == 0
+        if fades:
             self.held, self.failed = FADE * self.held, FADE * self.failed
+        return fades or self.tokens == YOUNG_TOKENS
 
 
 class Shared:
@@ -113,6 +115,8 @@ class Policy:
         self.cost = cost
         self.young, self.old = Shared(), Shared()
         self.probe_sec = 0.0
+        # How often something was learned.
+        self._news = 0
         # Requests of several threads may share a policy: read once, written whole.
         self._last: tuple[object, int, int | None] = (None, 1, None)
 
@@ -128,10 +132,11 @@ class Policy:
     def observe(self, row: Acceptance, tokens: int, block_length: int) -> None:
         """A cycle brought the row `tokens`, of at most `block_length`; AR cycles say nothing about drafts."""
         if block_length == 1:
-            row.idle()
+            self._news += row.idle()
         elif tokens > 0:
             self.shared(row).observe(tokens, block_length)
             row.observe(tokens, block_length, ROW_DECAY)
+            self._news += 1
 
     def tokens_per_sec(
         self, rates: Sequence[Rates], limits: Sequence[int], block_lengths: Sequence[int]
@@ -158,12 +163,12 @@ class Policy:
         AR cycles learn nothing about drafts. Each pays PROBE_SHARE of its cost into `probe_sec`; once that covers what
         a probe can lose, the probe is made. So probes lose at most PROBE_SHARE of the time that AR takes.
         """
-        rates, limits = [self.rates(row) for row in rows], [min(limit, longest) for limit in limits]
+        limits = [min(limit, longest) for limit in limits]
         # Most AR cycles change none of these: the choice is then the last one, and costs next to nothing.
-        key = rates, limits, longest, shortest, self.cost
+        key = self._news, list(rows), limits, longest, shortest, self.cost
         last = self._last
         if last[0] != key:
-            best = self.choose(rates, limits, longest, shortest)
+            best = self.choose([self.rates(row) for row in rows], limits, longest, shortest)
             self._last = last = key, best, self.probe(limits, longest) if best == 1 else None
         _, best, probe = last
         if probe is None:

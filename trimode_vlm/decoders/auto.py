@@ -28,29 +28,29 @@ def decode_adaptive(state: DecodeState, shortest: int) -> Iterator[list[Step]]:
     longest = 1 if state.model.config.mask_token_id is None else state.settings.block_length
     policy = Policy(lambda rows, block_length: 1.0)
     seed, num_new = torch.empty(0, dtype=torch.long, device=state.next_logits.device), state.batch
-    acceptance: dict[int, Acceptance] = {}
-    races: dict[int, Races] = {}
+    # By place in the batch.
+    rows: list[Acceptance] = []
+    races: list[Races] = []
     while True:
         if num_new:
             if longest > 1:
                 policy = policy_for(state.model, state.batch)
             seed, steps = add_seeds(state, seed, num_new)
-            acceptance |= {row: Acceptance() for row in state.rows[-num_new:]}
-            races |= {r: Races(g) for r, g in zip(state.rows[-num_new:], state.generators[-num_new:], strict=True)}
+            rows = rows + [Acceptance() for _ in range(num_new)]
+            races = races + [Races(generator) for generator in state.generators[-num_new:]]
             yield steps
         kept = state.drop_finished()
         if kept is not None:
             seed = seed[kept]
-            acceptance = {row: acceptance[row] for row in state.rows}
-            races = {row: races[row] for row in state.rows}
+            rows, races = ([values[i] for i in kept.tolist()] for values in (rows, races))
         num_new = state.join()
         if num_new:
             continue
         if not state.rows:
             return
-        rows, limits = [acceptance[row] for row in state.rows], list(state.remaining)
+        limits = list(state.remaining)
         k = policy.next_block_length(rows, limits, longest, shortest)
-        seed, steps = cycle(state, seed, k, [races[row] for row in state.rows])
+        seed, steps = cycle(state, seed, k, races)
         yield steps
         # The driver has moved `remaining` by what counted of each row's tokens.
         for row, limit, left in zip(rows, limits, state.remaining, strict=True):

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("what", choices=list(DEFAULTS), help="what to measure")
     add("--model", default="nano", help="checkpoint that knows the held-out tasks (default: the shipped nano)")
     add("--threads", type=int, default=1, help="CPU threads (default 1)")
-    add("--repeats", type=int, help="not of frontier: interleaved repetitions (default 5; serve: 3)")
+    add("--repeats", type=int, help="not of frontier: interleaved repetitions (default 5, serve 3; modes: for one row)")
     budget = "decode: tokens per AR answer in the comparisons (default 128); frontier, serve: budget of every answer"
     budget += " (default: the task's; serve: 640)"
     add("--max-new-tokens", "--new-tokens", type=int, help=budget)

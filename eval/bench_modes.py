@@ -1,9 +1,11 @@
 """`trimode-vlm bench modes`: AR, self-speculation and auto by how many requests decode together.
 
 Held-out requests in batches of 1 to 16 rows, each batch by every run in turn, so that a slower second slows all; the
-median of each batch, without the prefill, which all share. Larger batches, which are done sooner, take more turns, and
-block lengths that only show the formula's curve one. Twice: with the drafts that the model makes, and with drafts that
-are worth nothing, since auto has to find out. Beside each measurement stands what the policy's formula says of it.
+median of each batch, without the prefill, which all share, and without what happens in fewer than half of the turns,
+such as most of auto's probes (policy.py bounds them). Larger batches, which are done sooner, take more turns, and block
+lengths that only show the formula's curve one. Twice: with the drafts that the model makes, and with drafts that are
+worth nothing, since auto has to find out. Beside each measurement stands what the policy's formula says of it with one
+acceptance rate for all rows and places, where auto goes by those of each.
 """
 
 from __future__ import annotations
@@ -94,14 +96,15 @@ def measure(model: Any, processor: Any, requests: Sequence[Any], repeats: int) -
     cells, rate = {}, 0.0
     for n in parallel:
         batches = [dict(inputs_of(processor, requests[i : i + n])) for i in range(0, len(requests), n)]
-        compared = ("ar", "auto", f"linear_spec {own}")
-        outputs, seconds = time_runs(model, batches, runs, compared, turns=round(repeats * math.sqrt(n)))
+        compared, turns = ("ar", "auto", f"linear_spec {own}"), round(repeats * math.sqrt(n))
+        outputs, seconds = time_runs(model, batches, runs, compared, turns)
         rate = acceptance(outputs[f"linear_spec {own}"])
         answers = [out.num_new_tokens for out in outputs["ar"]]
         tokens = sum(map(sum, answers)) - len(requests)
         per_sec = {run: tokens / sec for run, sec in seconds.items()}
         better = max(per_sec["ar"], per_sec[f"linear_spec {own}"])
         cells[str(n)] = {
+            "turns": turns,
             "tokens_per_sec": per_sec,
             "auto_over_better": per_sec["auto"] / better,
             "predicted_tokens_per_sec": {

@@ -15,7 +15,15 @@ from decoding_cases import PROMPT, generate
 
 from trimode_vlm import calibration
 from trimode_vlm.eval import bench_modes
-from trimode_vlm.eval.bench_modes import acceptance, measure, plot, predicted_sec, text_of, with_poor_drafts
+from trimode_vlm.eval.bench_modes import (
+    acceptance,
+    measure,
+    plot,
+    predicted_sec,
+    text_of,
+    time_runs,
+    with_poor_drafts,
+)
 from trimode_vlm.eval.prompts import inputs_of
 
 
@@ -47,6 +55,34 @@ def test_the_formula_follows_the_rows_as_they_leave() -> None:
     assert predicted_sec([[3, 9], [5]], 0.5, 1, cost) == 2 * 12 + 6 * 11 + 4 * 11
     # 1 + 1/2 + 1/4 + 1/8 tokens a cycle: 2, 5 and 3 cycles.
     assert predicted_sec([[3, 9], [5]], 0.5, 4, cost) == 2 * 42 + 3 * 41 + 3 * 41
+
+
+def test_runs_take_turns_there_and_back_and_the_first_warms_up() -> None:
+    """Of two batches; the run that is not compared takes one turn behind the one that warms up."""
+    calls: list[tuple[str, int]] = []
+    # Decode seconds by run and batch, turn by turn; the prefill took another 100.
+    script = {
+        ("a", 0): [50.0, 1.0, 9.0, 2.0],
+        ("a", 1): [50.0, 7.0, 8.0, 9.0],
+        ("b", 0): [50.0, 4.0, 4.0, 5.0],
+        ("b", 1): [50.0, 1.0, 1.0, 1.0],
+        ("once", 0): [50.0, 3.0],
+        ("once", 1): [50.0, 2.0],
+    }
+
+    def generate(batch: int, mode: str, max_new_tokens: int) -> Any:
+        seconds = script[mode, batch][calls.count((mode, batch))]
+        calls.append((mode, batch))
+        return SimpleNamespace(total_seconds=100 + seconds, seconds_to_first_token=[99.0, 100.0])
+
+    batches, runs = [{"batch": 0}, {"batch": 1}], {name: {"mode": name} for name in ("a", "once", "b")}
+    outputs, seconds = time_runs(SimpleNamespace(generate=generate), batches, runs, ("a", "b"), turns=3)
+    assert seconds == {"a": 2 + 8, "once": 3 + 2, "b": 4 + 1}
+    order = [["a", "once", "b"], ["b", "once", "a"], ["a", "b"], ["b", "a"]]
+    assert calls == [(run, batch) for names in order for batch in (0, 1) for run in names]
+    assert [len(outs) for outs in outputs.values()] == [2, 2, 2] and outputs["a"][1].total_seconds == 109
+    calls.clear()
+    assert time_runs(SimpleNamespace(generate=generate), batches, runs, ("a",), turns=1)[1]["b"] == 100
 
 
 def test_poor_drafts_change_no_text_of_ar() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trimode_vlm.policy import Acceptance, Policy, Shared, candidates, expected_tokens
+from trimode_vlm.policy import Acceptance, Policy, SharedRates, candidates, expected_tokens
 
 
 def cheap_blocks(rows: int, k: int) -> float:
@@ -81,7 +81,7 @@ def test_a_full_block_says_at_least_so_many(rate: float, k: int) -> None:
 @pytest.mark.parametrize("longest", [8, 12, 64])
 def test_the_rate_of_every_octave_is_found(longest: int) -> None:
     """Short answers beside long ones: most drafts end early or not at all, which one rate cannot say."""
-    draw, shared, sizes = random.Random(2), Shared(), [2**j for j in range(1, 7) if 2**j <= longest] + [longest]
+    draw, shared, sizes = random.Random(2), SharedRates(), [2**j for j in range(1, 7) if 2**j <= longest] + [longest]
     rates, sums, count = [0.8, 0.5, 0.9, 1.0, 0.97, 0.95], [0.0] * 6, 0
     for cycle in range(4000):
         k, tokens = draw.choice(sizes), 1
@@ -181,8 +181,12 @@ def test_a_remembered_choice_is_the_one_that_would_be_made() -> None:
         while not pairs or (len(pairs) < 3 and draw.random() < 0.05):
             pairs.append([Acceptance(), Acceptance()])
         limits = [draw.choice([1, 5, 100, 100, 100]) for _ in pairs] if draw.random() < 0.1 else [100] * len(pairs)
+        longest, shortest = (32, 1) if draw.random() < 0.8 else (8, draw.choice([1, 2]))
         twins[1]._last = (None, 1, None)
-        k, other = (twin.next_block_length([pair[i] for pair in pairs], limits, 32) for i, twin in enumerate(twins))
+        k, other = (
+            twin.next_block_length([pair[i] for pair in pairs], limits, longest, shortest)
+            for i, twin in enumerate(twins)
+        )
         assert k == other
         chosen.append(k)
         for pair, limit in zip(pairs, limits, strict=True):
@@ -192,3 +196,14 @@ def test_a_remembered_choice_is_the_one_that_would_be_made() -> None:
                 twin.observe(row, min(tokens, limit), min(k, limit))
         pairs = [pair for pair in pairs if draw.random() > 0.03]
     assert chosen.count(1) > 300 and len(set(chosen)) > 3
+
+
+def test_a_choice_is_not_remembered_for_other_rows_or_costs() -> None:
+    policy, rows = Policy(cheap_blocks), [Acceptance(tokens=50)]
+    assert policy.next_block_length(rows, [100], 32) > 1
+    policy.cost = lambda rows, k: 2.0 * k if k > 1 else 1.0  # measured anew
+    assert policy.next_block_length(rows, [100], 32) == 1
+    policy.cost = cheap_blocks
+    assert policy.next_block_length(rows, [100], 32) > 1
+    rows[0] = Acceptance(failed=200.0, tokens=50)
+    assert policy.next_block_length(rows, [100], 32) == 1

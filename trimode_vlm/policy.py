@@ -8,7 +8,8 @@ a row on average
 
 tokens, (1 - a^k) / (1 - a) where all a_i are a. The next cycle takes the k that maximises sum over rows of
 E(a_row, k) / cost(B, k): tokens per second. Costs are measured (calibration.py), a is estimated from what cycles
-brought, one value for all i of an octave: 1, 2-3, 4-7, 8-15, ... Whatever k is chosen, the text is the same.
+brought: of all rows one value for all i of an octave (1, 2-3, 4-7, 8-15, ...), of a row itself one value that draws all
+of these its way. Whatever k is chosen, the text is the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 # What a row's earlier cycles count for after one more: the exponential average looks back about five cycles.
 ROW_DECAY = 0.8
 # While AR tells a row nothing new, what it knows fades by FADE every FADE_CYCLES: a hard passage may have ended.
-FADE, FADE_CYCLES = 0.7, 16
+# At LEAST_TOKENS it is forgotten.
+FADE, FADE_CYCLES, LEAST_TOKENS = 0.7, 16, 0.01
 # The averages of all rows look back some fifty cycles. In a row they count as SHARED_WEIGHT tokens of its own, and so
 # does an octave in the next one: what no draft has reached yet is believed to be like what comes before it.
 SHARED_DECAY = 0.98
@@ -75,13 +77,14 @@ class Acceptance:
         """A cycle without a draft brought a token. Whether that changes what is expected of the row's drafts."""
         self.tokens += 1
         self.idle_cycles += 1
-        fades = self.idle_cycles % FADE_CYCLES == 0
+        fades = self.idle_cycles % FADE_CYCLES == 0 and self.held + self.failed > 0
         if fades:
-            self.held, self.failed = FADE * self.held, FADE * self.failed
+            is_left = self.held + self.failed > LEAST_TOKENS
+            self.held, self.failed = (FADE * self.held, FADE * self.failed) if is_left else (0.0, 0.0)
         return fades or self.tokens == YOUNG_TOKENS
 
 
-class Shared:
+class SharedRates:
     """What the drafts of many rows brought, by octave."""
 
     def __init__(self) -> None:
@@ -97,11 +100,12 @@ class Shared:
             # As if the block began before this octave and ended with it.
             length = min(2 * first, block_length) - first + 1
             self._octaves[octave].observe(min(tokens - first + 1, length), length, SHARED_DECAY)
-        self.rates = []
+        rates: list[float] = []
         for seen in self._octaves:
-            weight = SHARED_WEIGHT if self.rates else 0.0
-            before = weight * self.rates[-1] if self.rates else 0.0
-            self.rates.append((seen.held + before) / (seen.held + seen.failed + weight))
+            weight = SHARED_WEIGHT if rates else 0.0
+            before = weight * rates[-1] if rates else 0.0
+            rates.append((seen.held + before) / (seen.held + seen.failed + weight))
+        self.rates = rates
 
 
 class Policy:
@@ -113,11 +117,11 @@ class Policy:
 
     def __init__(self, cost: Callable[[int, int], float]) -> None:
         self.cost = cost
-        self.young, self.old = Shared(), Shared()
+        self.young, self.old = SharedRates(), SharedRates()
         self.probe_sec = 0.0
-        # How often something was learned.
-        self._news = 0
-        # Requests of several threads may share a policy: read once, written whole.
+        # Goes up with every change of what is expected of a row.
+        self._version = 0
+        # Requests of several threads may share a policy: this, as all rates, is read once and written whole.
         self._last: tuple[object, int, int | None] = (None, 1, None)
 
     def rates(self, row: Acceptance) -> list[float]:
@@ -125,18 +129,18 @@ class Policy:
         total = row.held + row.failed + SHARED_WEIGHT
         return [(row.held + SHARED_WEIGHT * rate) / total for rate in self.shared(row).rates]
 
-    def shared(self, row: Acceptance) -> Shared:
+    def shared(self, row: Acceptance) -> SharedRates:
         """What all rows of this row's age have brought."""
         return self.young if row.tokens < YOUNG_TOKENS else self.old
 
     def observe(self, row: Acceptance, tokens: int, block_length: int) -> None:
         """A cycle brought the row `tokens`, of at most `block_length`; AR cycles say nothing about drafts."""
         if block_length == 1:
-            self._news += row.idle()
+            self._version += row.idle()
         elif tokens > 0:
             self.shared(row).observe(tokens, block_length)
             row.observe(tokens, block_length, ROW_DECAY)
-            self._news += 1
+            self._version += 1
 
     def tokens_per_sec(
         self, rates: Sequence[Rates], limits: Sequence[int], block_lengths: Sequence[int]
@@ -165,7 +169,7 @@ class Policy:
         """
         limits = [min(limit, longest) for limit in limits]
         # Most AR cycles change none of these: the choice is then the last one, and costs next to nothing.
-        key = self._news, list(rows), limits, longest, shortest, self.cost
+        key = self._version, list(rows), limits, longest, shortest, self.cost
         last = self._last
         if last[0] != key:
             best = self.choose([self.rates(row) for row in rows], limits, longest, shortest)

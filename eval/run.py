@@ -56,14 +56,21 @@ def evaluate(settings: EvalSettings, loader: answering.Loader | None = None) -> 
     settings = replace(settings, device=settings.device or ranks.default_device())
     tasks = check(settings)
     folder, rank, loader = Path(settings.output), ranks.rank(), loader or answering.load
+    # Rank 0's; the others are told what is left to answer.
+    keys: list[Key] = []
+    done: dict[Key, Record] = {}
     with ExitStack() as stack:
+
+        def prepare() -> list[Key]:
+            nonlocal keys, done
+            keys, done = _prepare(settings, tasks, loader, stack)
+            return [key for key in keys if key not in done]
+
         group = stack.enter_context(ranks.joined())
-        todo = group.first(lambda: _prepare(settings, tasks, loader, stack))
-        keys = plan(settings, tasks) if rank == 0 else []
-        done = state.read(folder) if rank == 0 else {}
+        todo = group.first(prepare)
         answered = [done[key] for key in keys if key in done]
         with Progress(folder, len(keys), answered, is_shown=rank == 0) as progress:
-            if settings.workers > 1 and todo:
+            if settings.workers > 1:
                 fan_out(settings, todo, loader, progress)
             elif mine := answering.share(todo, settings.batch_size, rank, ranks.world_size()):
                 work(settings, mine, loader, rank, progress.look)
@@ -73,8 +80,8 @@ def evaluate(settings: EvalSettings, loader: answering.Loader | None = None) -> 
 
 def _prepare(
     settings: EvalSettings, tasks: Sequence[EvalTask], loader: answering.Loader, stack: ExitStack
-) -> list[Key]:
-    """All that may be refused, before the first answer; then one merged file, and what is left to answer."""
+) -> tuple[list[Key], dict[Key, Record]]:
+    """All that may be refused, before the first answer; then one merged file: every sample, and what it holds."""
     folder = Path(settings.output)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder}: this is a file; name a folder")
@@ -92,7 +99,7 @@ def _prepare(
     run_folder.claim(folder, settings, tasks, done)
     done = state.merge(folder, lambda record: _scored_anew(record, settings, tasks))
     state.merge_skipped(folder, done)
-    return [key for key in keys if key not in done]
+    return keys, done
 
 
 def _finish(settings: EvalSettings, tasks: Sequence[EvalTask], keys: Sequence[Key]) -> dict[str, Any]:

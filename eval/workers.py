@@ -33,7 +33,7 @@ def work(
 
 
 def fan_out(settings: EvalSettings, todo: Sequence[Key], loader: answering.Loader, progress: Progress) -> None:
-    """Share `todo` among `settings.workers` processes of one thread each.
+    """Share `todo` among up to `settings.workers` processes of one thread each; none is started for nothing.
 
     Raises:
         RuntimeError: one of them ended before its work was done; the others were stopped.
@@ -45,6 +45,8 @@ def fan_out(settings: EvalSettings, todo: Sequence[Key], loader: answering.Loade
     try:
         for worker in range(settings.workers):
             keys = answering.share(todo, settings.batch_size, worker, settings.workers)
+            if not keys:
+                break
             process = context.Process(
                 target=_child, name=f"eval-worker-{worker}", args=(settings, keys, loader, worker), daemon=True
             )

@@ -20,7 +20,7 @@ from eval_cases import PAD, StubModel, StubProcessor, lines, settings
 from serving import free_port
 from torch.distributed import TCPStore
 
-from trimode_vlm.eval import ranks, run, state
+from trimode_vlm.eval import ranks, run, state, workers
 
 TASKS = ("grid_cell", "text_spell")
 UNLIKE = ("seconds", "seconds_to_first_token")
@@ -78,6 +78,30 @@ def test_workers_share_the_samples_and_a_dead_one_is_named(tmp_path: Path, monke
     alone = replace(chosen, workers=1, output=str(tmp_path / "alone"))
     run.evaluate(alone, loader=blind_loader)
     assert lines(chosen) == lines(alone) and len(lines(alone)) == 16
+
+
+def test_no_worker_is_started_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[state.Key]] = []
+
+    class Process:
+        sentinel, exitcode = None, 0
+
+        def __init__(self, args: Any, **_: Any) -> None:
+            started.append(args[1])
+
+        def is_alive(self) -> bool:
+            return False
+
+        start = terminate = join = lambda self: None
+
+    monkeypatch.setattr(workers.multiprocessing, "get_context", lambda _: SimpleNamespace(Process=Process))
+    monkeypatch.setattr(workers, "wait", lambda *_, **__: None)
+    chosen = settings(tmp_path, tasks=TASKS, batch_size=2, workers=4)
+    keys = [state.Key("model", TASKS[0], "ar", i, i) for i in range(5)]
+    progress: Any = SimpleNamespace(look=lambda: None)
+    for todo in (keys, keys[:2], []):
+        workers.fan_out(chosen, todo, blind_loader, progress)
+    assert started == [keys[:2], keys[2:4], keys[4:], keys[:2]]
 
 
 def test_two_ranks_answer_byte_for_byte_what_one_answers(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Many requests on one model: they join a running batch and leave it between steps; one thread owns the model.
+"""Many requests on one model: they join a running batch and leave it between steps.
 
 Rows that decode alike (mode, block length, sampling) run as one ragged batch; others take turns, a step each. A row's
-answer is that of the same request alone.
+answer is that of the same request alone. One thread owns the model; it leaves the vision tower to another
+(image_reader.py), so that running rows do not wait while a newcomer's images are encoded.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from .admission import Admission
 from .conversation import ConversationCache
 from .decoders import DECODERS, DecodeState, Step
 from .generation import Generation, Row, StreamEvent
+from .image_reader import ImageReader
 from .lean_forward import LeanForward, lean_forward
+from .prefill import images_held
 from .request import QueueFullError, Request, RequestError, wake
 from .serving_caches import FeatureCache, PrefixCache
 
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from .model import TriModeVLM
 
 GIB = 2**30
+# Waiting requests whose images are encoded before their turn; their features are held meanwhile.
+READ_AHEAD = 4
 logger = logging.getLogger(__name__)
 
 
@@ -88,7 +94,9 @@ class Engine:
         self.features = FeatureCache(self.settings.feature_cache_bytes)
         self.prefixes = PrefixCache(self.settings.prefix_cache_bytes, model.config.image_token_id)
         self.admission = Admission(model, self.settings.max_rows, self.settings.kv_bytes)
+        self.images = ImageReader(model, self.features, self._tell)
         self._waiting: deque[Request] = deque()
+        self._has_news = False  # since the thread last looked
         self._groups: dict[Hashable, _Group] = {}
         self._next_row = 0
         self._lean: LeanForward | None = None
@@ -121,7 +129,7 @@ class Engine:
         with self._wake:
             self.check_open()
             self._waiting.append(request)
-            self._wake.notify()
+            self._tell()
         return request
 
     def check_open(self) -> None:
@@ -166,8 +174,14 @@ class Engine:
         with self._wake:
             self._closing = "the engine is shutting down"
             self._is_failing = self._is_failing or not drain
-            self._wake.notify()
+            self._tell()
         self._thread.join()
+
+    def _tell(self) -> None:
+        """There is news for the thread. From any thread."""
+        with self._wake:
+            self._has_news = True
+            self._wake.notify()
 
     def __enter__(self) -> Engine:
         return self
@@ -191,19 +205,25 @@ class Engine:
             for request in left:
                 self._finish(request, error)
             self._wake_consumers()
+        finally:
+            self.images.close()
 
     def _serve(self) -> None:
         while True:
             with self._wake:
-                while not (self._waiting or self._groups or self._closing):
+                while not (self._groups or self._has_news):
                     self._wake.wait()
+                self._has_news = False
                 if self._closing and not (self._waiting or self._groups):
                     return
             self._admit()
             self._wake_consumers()
-            for key, group in list(self._groups.items()):
+            groups = list(self._groups.items())
+            for key, group in groups:
                 self._step(key, group)
                 self._wake_consumers()
+            if len(self._groups) < len(groups):
+                self._has_news = True  # of free rows and memory
 
     def _wake_consumers(self) -> None:
         wake(self._touched)
@@ -213,21 +233,36 @@ class Engine:
         """Prefill waiting requests, first come first served, while rows and memory are free."""
         with self._wake:
             expired = [request for request in self._waiting if self._expired(request)]
-            for request in expired:
-                self._waiting.remove(request)
-        for request in expired:
-            self._end_rows(request, range(len(request.generation.rows)))
-        while self._waiting and not self._is_failing:
-            request = self._waiting[0]
+            for late in expired:
+                self._waiting.remove(late)
+        for late in expired:
+            if late.reading is not None:
+                late.reading.features.cancel()
+            self._end_rows(late, range(len(late.generation.rows)))
+        while not self._is_failing:
+            request = self._next_ready()
+            if request is None:
+                return
             running = {key: (len(group.rows), group.most_slots) for key, group in self._groups.items()}
             if not self.admission.fits(request.generation, _key(request.generation), running):
                 return
             with self._wake:
-                self._waiting.popleft()
+                self._waiting.remove(request)
             try:
                 self._start(request)
             except Exception as error:  # one request's fault, or its memory: the others go on
                 self._finish(request, error)
+
+    def _next_ready(self) -> Request | None:
+        """The first waiting request whose images, if any, are encoded; meanwhile those of the first few are."""
+        with self._wake:
+            waiting = list(self._waiting)
+        with_images = [request for request in waiting if request.generation.rows[0].prompt.images]
+        for request in with_images[:READ_AHEAD]:
+            if request.reading is None:
+                prompt = request.generation.rows[0].prompt
+                request.reading = self.images.ask(prompt, self.prefixes.num_images(prompt))
+        return next((request for request in waiting if request.is_ready), None)
 
     def _start(self, request: Request) -> None:
         generation = request.generation
@@ -237,9 +272,12 @@ class Engine:
                 group.state.cache.trim()  # the memory of rows that left is what the newcomer is let in for
         generation.cache_in = self.prefixes.find(generation.rows[0].prompt)
         request.cached_tokens = len(generation.cache_in.token_ids) if generation.cache_in else 0
+        features = self._features(request)
+        if features is None:
+            return
         if not self._groups:
             self._lean = lean_forward(self.model.encoder)
-        state = generation.begin(self.features, self._lean)
+        state = generation.begin(features, self._lean)
         self.totals.forwards += 1
         self.totals.prefill_forwards += 1
         first, self._next_row = self._next_row, self._next_row + state.batch
@@ -253,6 +291,20 @@ class Engine:
             group.state.joining.append(state)
             group.rows |= rows
             group.most_slots = max(group.most_slots, length)
+
+    def _features(self, request: Request) -> list[Tensor] | None:
+        """Features of its images that `cache_in` does not hold; None: some are missing, and it waits for them."""
+        if request.reading is None:
+            return []
+        prompt, (first, features) = request.generation.rows[0].prompt, request.reading
+        needed = images_held(self.model, prompt, request.cached_tokens)
+        if needed < first:  # the conversation that held the others has gone since
+            request.reading = self.images.ask(prompt, needed)
+            with self._wake:
+                self._waiting.appendleft(request)
+            return None
+        request.reading = None
+        return features.result()[needed - first :]
 
     def _step(self, key: Hashable, group: _Group) -> None:
         """One round of a group: what it brought goes to the requests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from .stops import StopRules, Thought, make_stopper, thought_marks
 
 if TYPE_CHECKING:
     from .model import TriModeVLM
-    from .serving_caches import FeatureCache
 
 
 @dataclass
@@ -141,8 +140,11 @@ class Generation:
                 if event.token_ids or event.canvas or event.finish_reason:
                     yield event
 
-    def begin(self, features: FeatureCache | None = None, lean: LeanForward | None = None) -> DecodeState:
-        """Prefill: the rows as a decoder takes them, or as an engine lets them join those that are running."""
+    def begin(self, features: Sequence[Tensor] | None = None, lean: LeanForward | None = None) -> DecodeState:
+        """Prefill: the rows as a decoder takes them, or as an engine lets them join those that are running.
+
+        features: [N, D] of each image that `cache_in` does not hold; None: the images are encoded here.
+        """
         config, model = self.config, self.model
         # Without a seed the global generator gives one, so that calls differ and torch.manual_seed still rules them.
         base = int(torch.randint(2**62, ())) if config.seed is None else config.seed

@@ -208,7 +208,8 @@ class TriModeVLM(PreTrainedModel, TriModeGenerationMixin):
         features: list[Tensor | None] = [None] * len(sizes)
         for height, width in dict.fromkeys(sizes):
             rows = [i for i, size in enumerate(sizes) if size == (height, width)]
-            patches = self.encoder.vision_tower(pixel_values[rows, :, :height, :width])
+            images = pixel_values if len(rows) == len(sizes) else pixel_values[rows]  # picking copies
+            patches = self.encoder.vision_tower(images[..., :height, :width])
             merged = self.encoder.multi_modal_projector(patches, height // stride, width // stride)
             for row, feature in zip(rows, merged, strict=True):
                 features[row] = feature

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -106,12 +107,13 @@ def prefill(
     earlier: ConversationCache | None,
     room: int,
     lean: LeanForward | None = None,
-    features: FeatureCache | None = None,
+    features: Sequence[Tensor] | None = None,
 ) -> tuple[KVCache, Tensor]:
     """One causal forward of all prompts: the cache, and the logits [rows, V] behind each prompt's last token.
 
     With a conversation's cache (one row), only the tokens that it does not hold are computed. `room` is how many
-    slots may follow; the cache starts with space for them up to FIRST_ROOM and grows beyond.
+    slots may follow; the cache starts with space for them up to FIRST_ROOM and grows beyond. `features`: of the
+    images that the cache does not hold, in order; None: they are encoded here.
     """
     device, config = model.device, model.config
     longest = max(len(p.token_ids) for p in prompts)
@@ -131,10 +133,11 @@ def prefill(
         ids_BT[row, : len(ids)] = torch.tensor(ids, device=device)
     cache.reserve(held + T)
     embeds = model.encoder.embed_tokens(ids_BT)
-    images = _new_images(model, prompts, held)
-    if images:
-        placed = torch.cat(_encode(model, images, features))
-        embeds = model.place(embeds, ids_BT, placed.to(embeds.dtype))
+    if features is None:
+        new = [(p, i) for p in prompts for i in range(images_held(model, p, held), len(p.images))]
+        features = encode(model, new)
+    if features:
+        embeds = model.place(embeds, ids_BT, torch.cat(list(features)).to(embeds.dtype))
     position_ids = positions(len(prompts), T, held, None, device)
     hidden = model.hidden(embeds, position_ids, causal(len(prompts), T, device, held), cache, lean)
     cache.advance(lengths.tolist())
@@ -145,22 +148,18 @@ def prefill(
 def _reuse(model: TriModeVLM, prompt: Prompt, earlier: ConversationCache) -> int:
     spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
     held = earlier.shared_prefix(prompt.token_ids, prompt.digests, spans)
-    images_held = sum(start < held for start, _ in spans)
-    earlier.hold(earlier.token_ids[:held], earlier.image_digests[:images_held])
+    earlier.hold(earlier.token_ids[:held], prompt.digests[: images_held(model, prompt, held)])
     return held
 
 
-def _new_images(model: TriModeVLM, prompts: list[Prompt], held: int) -> list[tuple[Prompt, int]]:
-    """The images whose tokens are not in the cache, as (prompt, index); a cached prefix never ends inside an image."""
-    images = []
-    for prompt in prompts:
-        spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
-        images += [(prompt, i) for i, (start, _) in enumerate(spans) if start >= held]
-    return images
+def images_held(model: TriModeVLM, prompt: Prompt, held: int) -> int:
+    """How many of a prompt's images lie in its first `held` tokens; a cached start never ends inside one."""
+    spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
+    return sum(start < held for start, _ in spans)
 
 
-def _encode(model: TriModeVLM, images: list[tuple[Prompt, int]], known: FeatureCache | None) -> list[Tensor]:
-    """Features [N, D] of each image, in order; with `known`, each picture that it does not hold once."""
+def encode(model: TriModeVLM, images: list[tuple[Prompt, int]], known: FeatureCache | None = None) -> list[Tensor]:
+    """Features [N, D] of each image, given as (prompt, number), in order; with `known`, what it does not hold once."""
     if known is None:
         return _features(model, [prompt.images[i] for prompt, i in images])
     digests = [prompt.digests[i] for prompt, i in images]

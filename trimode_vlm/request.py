@@ -12,6 +12,7 @@ from typing import Any
 
 from .detokenizer import IncrementalDetokenizer
 from .generation import Generation, StreamEvent, TriModeGenerateOutput
+from .image_reader import Reading
 from .stops import make_stopper
 
 
@@ -44,6 +45,8 @@ class Request:
         self.texts = [""] * len(generation.rows)
         # Tokens of the prompt whose keys an earlier conversation had left.
         self.cached_tokens = 0
+        # Features of its images, once the engine has asked for them.
+        self.reading: Reading | None = None
         self._input_ids = input_ids
         self._cancelled = threading.Event()
         self._done = threading.Event()
@@ -64,6 +67,13 @@ class Request:
     @property
     def mode(self) -> str:
         return self.generation.config.mode
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be prefilled: it has no images, or they are encoded."""
+        if not self.generation.rows[0].prompt.images:
+            return True
+        return self.reading is not None and self.reading.features.done()
 
     @property
     def is_done(self) -> bool:

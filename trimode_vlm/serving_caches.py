@@ -75,11 +75,7 @@ class PrefixCache:
     def find(self, prompt: Prompt) -> ConversationCache | None:
         """A copy of the longest start that some conversation shares with the prompt, or None."""
         spans = image_spans(prompt.token_ids, self.image_token_id, prompt.counts)
-        best, shared = None, MIN_SHARED_TOKENS - 1
-        for entry in self._entries:
-            count = entry.shared_prefix(prompt.token_ids, prompt.digests, spans)
-            if count > shared:
-                best, shared = entry, count
+        best, shared = self._best(prompt, spans)
         if best is None:
             self.miss_tokens += len(prompt.token_ids)
             return None
@@ -89,6 +85,21 @@ class PrefixCache:
         self._entries.append(best)
         held = sum(start < shared for start, _ in spans)
         return ConversationCache(best.kv.select([0], shared), best.token_ids[:shared], best.image_digests[:held])
+
+    def num_images(self, prompt: Prompt) -> int:
+        """How many of the prompt's images lie in what `find` would give now."""
+        spans = image_spans(prompt.token_ids, self.image_token_id, prompt.counts)
+        _, shared = self._best(prompt, spans)
+        return sum(start < shared for start, _ in spans)
+
+    def _best(self, prompt: Prompt, spans: list[tuple[int, int]]) -> tuple[ConversationCache | None, int]:
+        """The conversation that shares the longest start with the prompt, and its tokens."""
+        best, shared = None, MIN_SHARED_TOKENS - 1
+        for entry in self._entries:
+            count = entry.shared_prefix(prompt.token_ids, prompt.digests, spans)
+            if count > shared:
+                best, shared = entry, count
+        return best, 0 if best is None else shared
 
     def _remove(self, entry: ConversationCache) -> None:
         self._entries.remove(entry)

@@ -1,0 +1,182 @@
+"""An engine's images: encoded by a thread of their own while others decode, and no answer differs for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from serving import wait_for
+from test_engine import Gate, Words, inputs_of
+
+from trimode_vlm.engine import READ_AHEAD, Engine, EngineSettings
+from trimode_vlm.request import RequestError
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": []}
+SPAN = [5, 4, 4, 6, 4, 4, 7]
+
+
+def picture(word: int, seed: int, count: int = 1) -> dict[str, Any]:
+    """A prompt with `count` images of its own."""
+    pixels = torch.randn(count, 3, 56, 56, generator=torch.Generator().manual_seed(seed))
+    return inputs_of([word, *SPAN * count, 30], pixel_values=pixels, image_sizes=torch.tensor([[56, 56]] * count))
+
+
+class Tower:
+    """Watches a model's tower, and holds each call until `open` is set; `reached` once one is held."""
+
+    def __init__(self, model: Any) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.open.set()
+        self.threads: list[str] = []
+        self.counts: list[int] = []
+        encode = model.encode_images
+
+        def watched(pixels: Any, *args: Any) -> Any:
+            self.threads.append(threading.current_thread().name)
+            self.counts.append(len(pixels))
+            self.reached.set()
+            assert self.open.wait(60)
+            return encode(pixels, *args)
+
+        model.encode_images = watched
+
+
+@pytest.fixture
+def model(tiny_model: Any) -> Iterator[Any]:
+    yield tiny_model
+    for name in ("encode_images", "hidden"):
+        vars(tiny_model).pop(name, None)
+
+
+def test_each_part_of_the_model_has_one_thread(model: Any) -> None:
+    tower, backbone = Tower(model), []
+    hidden = model.hidden
+    model.hidden = lambda *args: (backbone.append(threading.current_thread().name), hidden(*args))[1]
+    asked = [picture(20 + i, i) for i in range(5)] + [inputs_of([20, 21, 22])]
+    with Engine(model, Words(), EngineSettings(feature_cache_bytes=0, prefix_cache_bytes=0)) as engine:
+        outs = [request.result() for request in [engine.submit(inputs, **OPTIONS) for inputs in asked]]
+    threads = set(tower.threads), set(backbone)
+    for inputs, out in zip(asked, outs, strict=True):
+        assert out.sequences.tolist() == model.generate(**inputs, **OPTIONS).sequences.tolist()
+    assert len(threads[0]) == len(threads[1]) == 1 and threads[0] != threads[1]
+    assert [out.nfe_prefill for out in outs] == [[1]] * 6
+
+
+def test_others_decode_while_an_image_is_encoded(model: Any) -> None:
+    tower = Tower(model)
+    tower.open.clear()
+    with Engine(model, Words()) as engine:
+        first = engine.submit(picture(20, 0), **OPTIONS)
+        assert tower.reached.wait(60)
+        assert engine.submit(inputs_of([20, 21]), **OPTIONS).result().num_new_tokens == [6]
+        assert not first.is_done and engine.stats()["waiting"] == 1
+        tower.open.set()
+        assert first.result().num_new_tokens == [6]
+
+
+def test_only_the_next_few_are_encoded_ahead(model: Any) -> None:
+    """A full engine holds the features of few requests, however many wait; each gets its turn in order."""
+    tower = Tower(model)
+    gate = Gate(model)
+    with Engine(model, Words(), EngineSettings(max_rows=1)) as engine:
+        gate.close()
+        running = engine.submit(inputs_of([20, 21]), max_new_tokens=40, eos_token_id=[])
+        assert gate.reached.wait(60)
+        waiting = [engine.submit(picture(20, seed), **OPTIONS) for seed in range(READ_AHEAD + 3)]
+        gate.open.set()
+        running.result()
+        done = [request.result().finish_reasons for request in waiting]
+    assert done == [["length"]] * len(waiting) and len(tower.counts) == len(waiting)
+
+    with Engine(model, Words(), EngineSettings(max_rows=1)) as engine:
+        gate.pace_sec = 0.02
+        running = engine.submit(inputs_of([20, 21]), max_new_tokens=900, eos_token_id=[])
+        del tower.counts[:]
+        waiting = [engine.submit(picture(20, seed), **OPTIONS) for seed in range(READ_AHEAD + 3)]
+        wait_for(lambda: len(tower.counts) == READ_AHEAD)
+        steps = engine.stats()["steps"]
+        wait_for(lambda: engine.stats()["steps"] > steps + 3)
+        assert len(tower.counts) == READ_AHEAD
+        for request in (running, *waiting):
+            request.cancel()
+        assert [request.result().finish_reasons for request in waiting] == [["cancelled"]] * len(waiting)
+    assert len(tower.counts) == READ_AHEAD
+
+
+def test_a_fault_of_the_tower_is_one_request_s(model: Any) -> None:
+    encode = model.encode_images
+    with Engine(model, Words()) as engine:
+        model.encode_images = lambda *_: (_ for _ in ()).throw(MemoryError("no room for the image"))
+        bad = engine.submit(picture(20, 0), **OPTIONS)
+        with pytest.raises(RequestError, match="no room for the image"):
+            bad.result()
+        model.encode_images = encode
+        assert engine.submit(picture(20, 0), **OPTIONS).result().num_new_tokens == [6]
+    assert engine.stats()["finished"] == {"error": 1, "length": 1}
+
+
+def test_who_left_before_the_turn_came_is_not_encoded(model: Any) -> None:
+    tower = Tower(model)
+    tower.open.clear()
+    with Engine(model, Words()) as engine:
+        first = engine.submit(picture(20, 0), **OPTIONS)
+        assert tower.reached.wait(60)
+        left = engine.submit(picture(20, 1), **OPTIONS)
+        late = engine.submit(picture(20, 2), timeout_sec=0.0, **OPTIONS)
+        wait_for(lambda: late.reading is not None or late.is_done)
+        left.cancel()
+        engine.submit(inputs_of([20, 21]), **OPTIONS).result()
+        assert left.result().finish_reasons == ["cancelled"] and late.result().finish_reasons == ["timeout"]
+        tower.open.set()
+        assert first.result().num_new_tokens == [6]
+    assert tower.counts == [1]
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_closing_waits_for_the_image_under_way(model: Any, drain: bool) -> None:
+    tower = Tower(model)
+    tower.open.clear()
+    engine = Engine(model, Words())
+    requests = [engine.submit(picture(20, seed), **OPTIONS) for seed in range(2)]
+    assert tower.reached.wait(60)
+    threading.Thread(target=lambda: (wait_for(lambda: engine.is_closing), tower.open.set())).start()
+    engine.close(drain=drain)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trimode-images")]
+    for request in requests:
+        if drain:
+            assert request.result().num_new_tokens == [6]
+        else:
+            with pytest.raises(RequestError, match="shutting down"):
+                request.result()
+    assert len(tower.counts) == (2 if drain else 1)
+
+
+def test_a_conversation_s_next_turn_encodes_its_new_image_alone(model: Any) -> None:
+    """Where the conversation that held the first image goes in the meantime, that image is encoded after all."""
+    tower = Tower(model)
+    one = picture(20, 0)
+    two = picture(20, 1)["pixel_values"]
+    settings = EngineSettings(feature_cache_bytes=0)
+    for is_lost in (False, True):
+        with Engine(model, Words(), settings) as engine:
+            said = engine.submit(one, max_new_tokens=20, eos_token_id=[]).result().sequences[0].tolist()
+            turn = inputs_of(
+                [*said, *SPAN, 31],
+                pixel_values=torch.cat((one["pixel_values"], two)),
+                image_sizes=torch.tensor([[56, 56]] * 2),
+            )
+            del tower.counts[:]
+            tower.open.clear()
+            tower.reached.clear()
+            request = engine.submit(turn, **OPTIONS)
+            assert tower.reached.wait(60)
+            if is_lost:
+                engine.prefixes._entries.clear()
+            tower.open.set()
+            out = request.result()
+        assert tower.counts == ([1, 2] if is_lost else [1])
+        assert (request.cached_tokens > 0) is not is_lost
+        assert out.sequences.tolist() == model.generate(**turn, **OPTIONS).sequences.tolist()

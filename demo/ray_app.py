@@ -45,6 +45,7 @@ class Arguments(BaseModel):
     queue_limit: int = 128
     kv_gib: float | None = None
     timeout_sec: float = 300.0
+    threads: int | None = None
     min_replicas: int = 1
     max_replicas: int = 2
     # Requests under way per replica at which another is started; None is half of max_rows.

@@ -23,11 +23,12 @@ EXAMPLES = """examples:
 SIGTERM (or Ctrl-C) answers what is under way, up to --drain-sec, and ends.
 """
 KEY_VARIABLE = "TRIMODE_API_KEY"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 HOSTS = "images.example.com,cdn.example.com:8443"
 MODES = tuple(MODE_OPTIONS)
 # When all is answered, how long a client may take to read the last of it.
 LAST_BYTES_SEC = 5
-LIMITS = ("max_rows", "queue_limit", "timeout_sec", "kv_gib")
+LIMITS = ("max_rows", "queue_limit", "timeout_sec", "kv_gib", "threads")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +49,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue-limit", type=int, default=128, help="requests that may wait; more are refused with 429 (default 128)")
     add("--kv-gib", type=float, help="GiB for keys and values of running answers (default: a quarter of free memory)")
     add("--timeout-sec", type=float, default=300.0, help="longest time of a request, waiting included (default 300)")
+    add("--threads", type=int, help=f"CPU threads (default: {THREADS_VARIABLE} if set, else one less than the cores)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -222,6 +224,9 @@ def load_model(args: Any) -> tuple[Any, Any]:
     from trimode_vlm.calibration import policy_for
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.threads or THREADS_VARIABLE not in os.environ:
+        # Threads that share a product wait for each other: one whose core talks to clients would hold up all.
+        torch.set_num_threads(args.threads or max(1, torch.get_num_threads() - 1))
     options = {name: getattr(args, name) for name in ("sampler", "quantize") if getattr(args, name)}
     adapter = args.adapter or "auto"
     model, processor = trimode_vlm.load(args.model, dtype=args.dtype, device=device, adapter=adapter, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import contextlib
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from conftest import EXAMPLES, REPOSITORY, make_tiny_model
 from PIL import Image
 from serving import listening, need, paced, wait_for
@@ -736,6 +738,7 @@ def test_an_engine_that_has_failed_is_unhealthy(monkeypatch: pytest.MonkeyPatch)
         (["--mode", "fsat"], "--mode: unknown mode 'fsat'"),
         (["--max-images", "0"], "--max-images must be above 0"),
         (["--kv-gib", "-1"], "--kv-gib must be above 0"),
+        (["--threads", "0"], "--threads must be above 0"),
         (["--drain-sec", "-1"], "--drain-sec must be at least 0"),
         (["--image-hosts", "a.test,https://b.test/x"], "no picture's address can match 'https://b.test/x'"),
         (["--api-key", "right", "--api-key", " "], "--api-key: the key is empty"),
@@ -758,6 +761,27 @@ def test_keys_come_from_the_line_or_the_environment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(serve.KEY_VARIABLE, "\n")
     with pytest.raises(cli.UsageError, match=f"{serve.KEY_VARIABLE}: the key is empty"):
         serve.api_keys([])
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "cores", "expected"),
+    [([], None, 4, 3), ([], None, 1, 1), ([], "4", 4, None), (["--threads", "2"], "4", 4, 2)],
+)
+def test_a_core_is_left_to_the_clients(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], environment: str | None, cores: int, expected: int | None
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setattr(trimode_vlm, "load", lambda *_, **__: (make_tiny_model(vision=False), None))
+    monkeypatch.setattr("trimode_vlm.calibration.policy_for", lambda *_: None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if environment:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    serve.load_model(parser.parse_args(["--device", "cpu", *argv]))
+    assert given == ([] if expected is None else [expected])
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded(

@@ -14,6 +14,7 @@ PREFIX = "trimode_"
 GAUGES = {
     "running": "rows that decode",
     "waiting": "requests in the queue",
+    "encoding": "those of them whose images are encoded next",
     "kv_bytes": "keys and values of the rows that decode",
     "kv_bytes_limit": "what they may come to",
     "prefix_cache_bytes": "keys and values kept of finished conversations",

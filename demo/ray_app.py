@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trimode_vlm.demo.serve import api_keys, check_settings, start
+from trimode_vlm.demo.serve import api_keys, check_settings, set_threads, start
 from trimode_vlm.demo.server import create_app
 
 REPLICA_HEADER = b"x-replica"
@@ -60,6 +60,7 @@ class Replica:
 
     def __init__(self, arguments: Arguments) -> None:
         options = argparse.Namespace(**arguments.model_dump(), api_key=api_keys([]))
+        set_threads(options)
         self.engine, self.metrics, self.settings = start(options)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

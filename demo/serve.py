@@ -28,7 +28,7 @@ HOSTS = "images.example.com,cdn.example.com:8443"
 MODES = tuple(MODE_OPTIONS)
 # When all is answered, how long a client may take to read the last of it.
 LAST_BYTES_SEC = 5
-LIMITS = ("max_rows", "queue_limit", "timeout_sec", "kv_gib", "threads")
+ABOVE_ZERO = ("max_rows", "queue_limit", "timeout_sec", "kv_gib", "threads")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--queue-limit", type=int, default=128, help="requests that may wait; more are refused with 429 (default 128)")
     add("--kv-gib", type=float, help="GiB for keys and values of running answers (default: a quarter of free memory)")
     add("--timeout-sec", type=float, default=300.0, help="longest time of a request, waiting included (default 300)")
-    add("--threads", type=int, help=f"CPU threads (default: {THREADS_VARIABLE} if set, else one less than the cores)")
+    add(
+        "--threads",
+        type=int,
+        help="CPU threads that compute, and as many while images are encoded "
+        f"(default: {THREADS_VARIABLE} if set, else one less than the cores)",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
     check(args)
+    set_threads(args)
     shown = {name: value for name, value in vars(args).items() if value not in (None, [], "", False)}
     print_settings(shown | ({"api_key": "set"} if args.api_key else {}))
     # Faults of the engine and of requests, with their tracebacks, on stderr.
@@ -158,7 +164,7 @@ def check_settings(args: Any) -> None:
     """The same for what depends on no machine: also replicas', before there are any."""
     if args.mode not in MODES:
         raise UsageError(f"--mode: unknown mode {args.mode!r}{nearest(args.mode, MODES)} (known: {', '.join(MODES)})")
-    _check_above_zero(args, *LIMITS, "max_body_mib", "max_images", "max_image_megapixels")
+    _check_above_zero(args, *ABOVE_ZERO, "max_body_mib", "max_images", "max_image_megapixels")
     check_dtype(args.dtype)
     if not args.drain_sec >= 0:
         raise UsageError(f"--drain-sec must be at least 0, got {args.drain_sec}")
@@ -171,7 +177,7 @@ def check_settings(args: Any) -> None:
 
 def check_engine_arguments(args: argparse.Namespace) -> None:
     """The same for what the web chat and the server share."""
-    _check_above_zero(args, *LIMITS)
+    _check_above_zero(args, *ABOVE_ZERO)
     check_device(args.device)
     check_dtype(args.dtype)
 
@@ -216,6 +222,19 @@ def check_packages(names: tuple[str, ...], extra: str) -> None:
         raise UsageError(f"this needs {', '.join(missing)} (pip install 'trimode-vlm[{extra}]')")
 
 
+def set_threads(args: Any) -> None:
+    """Set, and note in `args`, how many CPU threads a thread that computes has: by default one core stays free.
+
+    Threads that share a product wait for each other: one whose core talks to clients would hold up all.
+    """
+    import torch
+
+    if args.threads is None and not os.environ.get(THREADS_VARIABLE):
+        args.threads = max(1, torch.get_num_threads() - 1)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+
+
 def load_model(args: Any) -> tuple[Any, Any]:
     """The model and its processor; what mode auto chooses by is measured before the first request, and kept."""
     import torch
@@ -224,9 +243,6 @@ def load_model(args: Any) -> tuple[Any, Any]:
     from trimode_vlm.calibration import policy_for
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.threads or THREADS_VARIABLE not in os.environ:
-        # Threads that share a product wait for each other: one whose core talks to clients would hold up all.
-        torch.set_num_threads(args.threads or max(1, torch.get_num_threads() - 1))
     options = {name: getattr(args, name) for name in ("sampler", "quantize") if getattr(args, name)}
     adapter = args.adapter or "auto"
     model, processor = trimode_vlm.load(args.model, dtype=args.dtype, device=device, adapter=adapter, **options)

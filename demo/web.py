@@ -15,6 +15,7 @@ from trimode_vlm.demo.serve import (
     check_engine_arguments,
     check_packages,
     engine_settings,
+    set_threads,
 )
 from trimode_vlm.demo.serve import load_model as load
 from trimode_vlm.terminal_options import MODE_OPTIONS, mode_name
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     check_packages(("gradio", "psutil"), "demo")
     check_engine_arguments(args)
     check_address(args.host, args.port)
+    set_threads(args)
     print_settings({name: value for name, value in vars(args).items() if value is not None})
     # Read when gradio loads.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"

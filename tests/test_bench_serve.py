@@ -219,7 +219,7 @@ def test_a_full_queue_is_counted_as_refused() -> None:
     model, processor = trimode_vlm.load("nano")
     jobs = questions(6, 0, "text", 60)
     engine = Engine(model, processor, EngineSettings(max_rows=1, queue_limit=1))
-    gate, check_open = Gate(model), engine.check_open
+    gate, check_open = Gate(model), engine._waiting.check_open
 
     def checked() -> None:
         try:
@@ -228,7 +228,7 @@ def test_a_full_queue_is_counted_as_refused() -> None:
             gate.open.set()
             raise
 
-    engine.check_open = checked  # type: ignore[method-assign]
+    engine._waiting.check_open = checked  # type: ignore[method-assign]
     with listening(create_app(engine, ServerSettings())) as url:
         for client in (EngineClient(engine, jobs), HttpClient(url, None, None, jobs)):
             gate.close()

@@ -765,7 +765,7 @@ def test_keys_come_from_the_line_or_the_environment(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("argv", "environment", "cores", "expected"),
-    [([], None, 4, 3), ([], None, 1, 1), ([], "4", 4, None), (["--threads", "2"], "4", 4, 2)],
+    [([], None, 4, 3), ([], "", 1, 1), ([], "4", 4, None), (["--threads", "2"], "4", 4, 2)],
 )
 def test_a_core_is_left_to_the_clients(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], environment: str | None, cores: int, expected: int | None
@@ -773,15 +773,14 @@ def test_a_core_is_left_to_the_clients(
     given: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    monkeypatch.setattr(trimode_vlm, "load", lambda *_, **__: (make_tiny_model(vision=False), None))
-    monkeypatch.setattr("trimode_vlm.calibration.policy_for", lambda *_: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if environment:
+    if environment is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    serve.load_model(parser.parse_args(["--device", "cpu", *argv]))
-    assert given == ([] if expected is None else [expected])
+    args = parser.parse_args(argv)
+    serve.set_threads(args)
+    assert args.threads == expected and given == ([] if expected is None else [expected])
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded(

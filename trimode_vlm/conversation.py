@@ -67,3 +67,8 @@ def image_spans(token_ids: list[int], image_token_id: int | None, counts: list[i
         spans.append((places[done], places[done + count - 1] + 1))
         done += count
     return spans
+
+
+def num_images(spans: list[tuple[int, int]], length: int) -> int:
+    """How many images lie in the first `length` tokens, which never end inside one."""
+    return sum(start < length for start, _ in spans)

@@ -1,8 +1,9 @@
 """Many requests on one model: they join a running batch and leave it between steps.
 
 Rows that decode alike (mode, block length, sampling) run as one ragged batch; others take turns, a step each. A row's
-answer is that of the same request alone. One thread owns the model; it leaves the vision tower to another
-(image_reader.py), so that running rows do not wait while a newcomer's images are encoded.
+answer is that of the same request alone. One thread owns the model but for its vision tower and projector, which one of
+their own runs (image_encoder.py), so that rows go on while a newcomer's images are encoded; on a GPU the two share a
+stream and take turns. Nobody else may run or change the model meanwhile.
 """
 
 from __future__ import annotations
@@ -10,30 +11,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .admission import Admission
 from .conversation import ConversationCache
 from .decoders import DECODERS, DecodeState, Step
 from .generation import Generation, Row, StreamEvent
-from .image_reader import ImageReader
+from .image_encoder import ImageEncoder
 from .lean_forward import LeanForward, lean_forward
-from .prefill import images_held
-from .request import QueueFullError, Request, RequestError, wake
+from .request import Request, RequestError, wake
 from .serving_caches import FeatureCache, PrefixCache
+from .waiting import Waiting
 
 if TYPE_CHECKING:
     from .model import TriModeVLM
 
 GIB = 2**30
-# Waiting requests whose images are encoded before their turn; their features are held meanwhile.
-READ_AHEAD = 4
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +40,8 @@ class EngineSettings:
     """Limits of an engine.
 
     `kv_bytes`: keys and values of running rows; None is a quarter of the free memory. `max_rows`: rows decoding
-    together. `queue_limit`: requests that wait; more are refused.
+    together. `queue_limit`: requests that wait; more are refused. Beside these bytes the features of up to four waiting
+    requests are held.
     """
 
     max_rows: int = 32
@@ -94,16 +93,16 @@ class Engine:
         self.features = FeatureCache(self.settings.feature_cache_bytes)
         self.prefixes = PrefixCache(self.settings.prefix_cache_bytes, model.config.image_token_id)
         self.admission = Admission(model, self.settings.max_rows, self.settings.kv_bytes)
-        self.images = ImageReader(model, self.features, self._tell)
-        self._waiting: deque[Request] = deque()
-        self._has_news = False  # since the thread last looked
+        self._waiting = Waiting(
+            self.settings.queue_limit,
+            ImageEncoder(model, self.features, lambda: self._waiting.tell()),
+            self.prefixes.num_images,
+        )
         self._groups: dict[Hashable, _Group] = {}
         self._next_row = 0
         self._lean: LeanForward | None = None
         self._touched: set[Request] = set()  # whose consumers have news
-        self._closing: str | None = None
         self._is_failing = False  # closing without answering what runs or waits
-        self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="trimode-engine", daemon=True)
         self._thread.start()
 
@@ -124,24 +123,19 @@ class Engine:
             raise ValueError(f"a request is one prompt; input_ids has {len(inputs['input_ids'])} rows")
         generation = self.model.begin_generation(**inputs, tokenizer=self.processor.tokenizer, **options)
         deadline = None if timeout_sec is None else time.perf_counter() + timeout_sec
-        request = Request(generation, inputs["input_ids"], self.processor.tokenizer, deadline)
+        request = Request(generation, inputs["input_ids"], self.processor.tokenizer, deadline, self._waiting.tell)
         self.admission.check(generation)
-        with self._wake:
-            self.check_open()
-            self._waiting.append(request)
-            self._tell()
+        _ = request.prompt.digests  # hashed here, so that no running row waits for it
+        self._waiting.put(request)
         return request
 
     def check_open(self) -> None:
         """Raise what `submit` would raise now for any request, before work is put into one."""
-        if self._closing:
-            raise RequestError(self._closing)
-        if len(self._waiting) >= self.settings.queue_limit:
-            raise QueueFullError(f"{len(self._waiting)} requests wait already; try again later")
+        self._waiting.check_open()
 
     @property
     def is_closing(self) -> bool:
-        return self._closing is not None
+        return self._waiting.closed is not None
 
     @property
     def is_alive(self) -> bool:
@@ -153,6 +147,7 @@ class Engine:
         groups = list(self._groups.values())
         return {
             "waiting": len(self._waiting),
+            "encoding": self._waiting.num_encoding,
             "running": sum(len(g.rows) for g in groups),
             "kv_bytes": sum(g.state.cache.nbytes for g in groups),
             "kv_bytes_limit": self.admission.kv_bytes,
@@ -171,17 +166,10 @@ class Engine:
 
     def close(self, drain: bool = False) -> None:
         """End the thread. With `drain`, requests that run or wait are answered first; without, they fail."""
-        with self._wake:
-            self._closing = "the engine is shutting down"
-            self._is_failing = self._is_failing or not drain
-            self._tell()
+        self._is_failing = self._is_failing or not drain
+        self._waiting.close("the engine is shutting down")
         self._thread.join()
-
-    def _tell(self) -> None:
-        """There is news for the thread. From any thread."""
-        with self._wake:
-            self._has_news = True
-            self._wake.notify()
+        self._waiting.encoder.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -192,30 +180,23 @@ class Engine:
     # The engine's thread.
 
     def _run(self) -> None:
+        torch.get_num_threads()  # a new thread takes over what set_num_threads said only when asked
         try:
             with torch.inference_mode():
                 self._serve()
         except BaseException as error:  # a fault of the engine itself: whoever waits is told, and nobody else is let in
             logger.exception("the engine has failed")
-            with self._wake:
-                self._closing = f"the engine has failed: {type(error).__name__} {error}"
-                left = {*self._waiting, *(request for g in self._groups.values() for request, _ in g.rows.values())}
-                self._waiting.clear()
-                self._groups.clear()
-            for request in left:
+            self._waiting.close(f"the engine has failed: {type(error).__name__} {error}")
+            left = {request for group in self._groups.values() for request, _ in group.rows.values()}
+            self._groups.clear()
+            for request in left.union(self._waiting.take_all()):
                 self._finish(request, error)
             self._wake_consumers()
         finally:
-            self.images.close()
+            self._waiting.encoder.stop()
 
     def _serve(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._groups or self._has_news):
-                    self._wake.wait()
-                self._has_news = False
-                if self._closing and not (self._waiting or self._groups):
-                    return
+        while self._waiting.wait(bool(self._groups)):
             self._admit()
             self._wake_consumers()
             groups = list(self._groups.items())
@@ -223,46 +204,29 @@ class Engine:
                 self._step(key, group)
                 self._wake_consumers()
             if len(self._groups) < len(groups):
-                self._has_news = True  # of free rows and memory
+                self._waiting.tell()  # of free rows and memory
 
     def _wake_consumers(self) -> None:
         wake(self._touched)
         self._touched.clear()
 
     def _admit(self) -> None:
-        """Prefill waiting requests, first come first served, while rows and memory are free."""
-        with self._wake:
-            expired = [request for request in self._waiting if self._expired(request)]
-            for late in expired:
-                self._waiting.remove(late)
-        for late in expired:
-            if late.reading is not None:
-                late.reading.features.cancel()
+        """Prefill who waits and is ready, first come first served, while rows and memory are free."""
+        for late in self._waiting.take_all(lambda request: self._expired(request) is not None):
             self._end_rows(late, range(len(late.generation.rows)))
         while not self._is_failing:
-            request = self._next_ready()
+            request = self._waiting.next_ready()
             if request is None:
                 return
             running = {key: (len(group.rows), group.most_slots) for key, group in self._groups.items()}
             if not self.admission.fits(request.generation, _key(request.generation), running):
                 return
-            with self._wake:
-                self._waiting.remove(request)
+            if not self._waiting.take(request):
+                continue
             try:
                 self._start(request)
             except Exception as error:  # one request's fault, or its memory: the others go on
                 self._finish(request, error)
-
-    def _next_ready(self) -> Request | None:
-        """The first waiting request whose images, if any, are encoded; meanwhile those of the first few are."""
-        with self._wake:
-            waiting = list(self._waiting)
-        with_images = [request for request in waiting if request.generation.rows[0].prompt.images]
-        for request in with_images[:READ_AHEAD]:
-            if request.reading is None:
-                prompt = request.generation.rows[0].prompt
-                request.reading = self.images.ask(prompt, self.prefixes.num_images(prompt))
-        return next((request for request in waiting if request.is_ready), None)
 
     def _start(self, request: Request) -> None:
         generation = request.generation
@@ -270,11 +234,12 @@ class Engine:
         for other, group in self._groups.items():
             if other != key:
                 group.state.cache.trim()  # the memory of rows that left is what the newcomer is let in for
-        generation.cache_in = self.prefixes.find(generation.rows[0].prompt)
-        request.cached_tokens = len(generation.cache_in.token_ids) if generation.cache_in else 0
-        features = self._features(request)
-        if features is None:
-            return
+        generation.cache_in = held = self.prefixes.find(request.prompt)
+        request.cached_tokens = len(held.token_ids) if held else 0
+        encoding, request.encoding = request.encoding, None
+        features = []
+        if encoding is not None:
+            features = encoding.features.result()[(len(held.image_digests) if held else 0) - encoding.first :]
         if not self._groups:
             self._lean = lean_forward(self.model.encoder)
         state = generation.begin(features, self._lean)
@@ -291,20 +256,6 @@ class Engine:
             group.state.joining.append(state)
             group.rows |= rows
             group.most_slots = max(group.most_slots, length)
-
-    def _features(self, request: Request) -> list[Tensor] | None:
-        """Features of its images that `cache_in` does not hold; None: some are missing, and it waits for them."""
-        if request.reading is None:
-            return []
-        prompt, (first, features) = request.generation.rows[0].prompt, request.reading
-        needed = images_held(self.model, prompt, request.cached_tokens)
-        if needed < first:  # the conversation that held the others has gone since
-            request.reading = self.images.ask(prompt, needed)
-            with self._wake:
-                self._waiting.appendleft(request)
-            return None
-        request.reading = None
-        return features.result()[needed - first :]
 
     def _step(self, key: Hashable, group: _Group) -> None:
         """One round of a group: what it brought goes to the requests."""
@@ -390,12 +341,12 @@ class Engine:
     def _finish_if_done(self, request: Request) -> None:
         if all(row.finish_reason for row in request.generation.rows):
             was_cut = self._is_failing and any(row.finish_reason == "cancelled" for row in request.generation.rows)
-            self._finish(request, RequestError(str(self._closing)) if was_cut else None)
+            self._finish(request, RequestError(str(self._waiting.closed)) if was_cut else None)
 
     def _finish(self, request: Request, error: BaseException | None) -> None:
         reason = "error" if error is not None else str(request.generation.rows[0].finish_reason)
         self.totals.finished[reason] += 1
-        if error is not None and not self._closing:
+        if error is not None and not self.is_closing:
             logger.error("a request failed", exc_info=error)
         request.finish(error)
         self._touched.add(request)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache
-from .conversation import ConversationCache, image_digest, image_spans
+from .conversation import ConversationCache, image_digest, image_spans, num_images
 from .lean_forward import LeanForward
 from .model_inputs import image_token_counts, positions
 from .patterns import causal
@@ -134,8 +134,8 @@ def prefill(
     cache.reserve(held + T)
     embeds = model.encoder.embed_tokens(ids_BT)
     if features is None:
-        new = [(p, i) for p in prompts for i in range(images_held(model, p, held), len(p.images))]
-        features = encode(model, new)
+        first = 0 if earlier is None else len(earlier.image_digests)
+        features = encode(model, [(p, i) for p in prompts for i in range(first, len(p.images))])
     if features:
         embeds = model.place(embeds, ids_BT, torch.cat(list(features)).to(embeds.dtype))
     position_ids = positions(len(prompts), T, held, None, device)
@@ -148,14 +148,8 @@ def prefill(
 def _reuse(model: TriModeVLM, prompt: Prompt, earlier: ConversationCache) -> int:
     spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
     held = earlier.shared_prefix(prompt.token_ids, prompt.digests, spans)
-    earlier.hold(earlier.token_ids[:held], prompt.digests[: images_held(model, prompt, held)])
+    earlier.hold(earlier.token_ids[:held], prompt.digests[: num_images(spans, held)])
     return held
-
-
-def images_held(model: TriModeVLM, prompt: Prompt, held: int) -> int:
-    """How many of a prompt's images lie in its first `held` tokens; a cached start never ends inside one."""
-    spans = image_spans(prompt.token_ids, model.config.image_token_id, prompt.counts)
-    return sum(start < held for start, _ in spans)
 
 
 def encode(model: TriModeVLM, images: list[tuple[Prompt, int]], known: FeatureCache | None = None) -> list[Tensor]:

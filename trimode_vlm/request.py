@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .detokenizer import IncrementalDetokenizer
 from .generation import Generation, StreamEvent, TriModeGenerateOutput
-from .image_reader import Reading
 from .stops import make_stopper
+
+if TYPE_CHECKING:
+    from .image_encoder import Encoding
+    from .prefill import Prompt
 
 
 class RequestError(RuntimeError):
@@ -39,14 +42,22 @@ class Request:
     Only one consumer reads the events. Finish reasons are generate()'s, and "cancelled" and "timeout".
     """
 
-    def __init__(self, generation: Generation, input_ids: Any, tokenizer: Any, deadline: float | None) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        input_ids: Any,
+        tokenizer: Any,
+        deadline: float | None,
+        on_cancel: Callable[[], None],
+    ) -> None:
         self.generation, self.deadline = generation, deadline
         self.error: BaseException | None = None
         self.texts = [""] * len(generation.rows)
         # Tokens of the prompt whose keys an earlier conversation had left.
         self.cached_tokens = 0
-        # Features of its images, once the engine has asked for them.
-        self.reading: Reading | None = None
+        # Features of its images, from when the engine asks for them until it starts.
+        self.encoding: Encoding | None = None
+        self._on_cancel = on_cancel
         self._input_ids = input_ids
         self._cancelled = threading.Event()
         self._done = threading.Event()
@@ -61,8 +72,12 @@ class Request:
         ]
 
     @property
+    def prompt(self) -> Prompt:
+        return self.generation.rows[0].prompt
+
+    @property
     def prompt_tokens(self) -> int:
-        return len(self.generation.rows[0].prompt.token_ids)
+        return len(self.prompt.token_ids)
 
     @property
     def mode(self) -> str:
@@ -71,9 +86,7 @@ class Request:
     @property
     def is_ready(self) -> bool:
         """Whether it can be prefilled: it has no images, or they are encoded."""
-        if not self.generation.rows[0].prompt.images:
-            return True
-        return self.reading is not None and self.reading.features.done()
+        return not self.prompt.images or (self.encoding is not None and self.encoding.features.done())
 
     @property
     def is_done(self) -> bool:
@@ -86,6 +99,8 @@ class Request:
     def cancel(self) -> None:
         """Ask for the end; forwards for this request cease at the next border between steps. From any thread."""
         self._cancelled.set()
+        if not self.is_done:
+            self._on_cancel()
 
     def __iter__(self) -> Iterator[TextEvent]:
         """Events until the request ends.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .conversation import ConversationCache, image_spans
+from .conversation import ConversationCache, image_spans, num_images
 
 if TYPE_CHECKING:
     from .prefill import Prompt
@@ -83,14 +83,14 @@ class PrefixCache:
         self.miss_tokens += len(prompt.token_ids) - shared
         self._entries.remove(best)
         self._entries.append(best)
-        held = sum(start < shared for start, _ in spans)
+        held = num_images(spans, shared)
         return ConversationCache(best.kv.select([0], shared), best.token_ids[:shared], best.image_digests[:held])
 
     def num_images(self, prompt: Prompt) -> int:
         """How many of the prompt's images lie in what `find` would give now."""
         spans = image_spans(prompt.token_ids, self.image_token_id, prompt.counts)
         _, shared = self._best(prompt, spans)
-        return sum(start < shared for start, _ in spans)
+        return num_images(spans, shared)
 
     def _best(self, prompt: Prompt, spans: list[tuple[int, int]]) -> tuple[ConversationCache | None, int]:
         """The conversation that shares the longest start with the prompt, and its tokens."""

@@ -11,8 +11,9 @@ import torch
 from serving import wait_for
 from test_engine import Gate, Words, inputs_of
 
-from trimode_vlm.engine import READ_AHEAD, Engine, EngineSettings
+from trimode_vlm.engine import Engine, EngineSettings
 from trimode_vlm.request import RequestError
+from trimode_vlm.waiting import AHEAD
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": []}
 SPAN = [5, 4, 4, 6, 4, 4, 7]
@@ -78,32 +79,32 @@ def test_others_decode_while_an_image_is_encoded(model: Any) -> None:
 
 
 def test_only_the_next_few_are_encoded_ahead(model: Any) -> None:
-    """A full engine holds the features of few requests, however many wait; each gets its turn in order."""
-    tower = Tower(model)
-    gate = Gate(model)
+    """A full engine holds the features of few requests, however many wait."""
+    tower, gate = Tower(model), Gate(model, pace_sec=0.02)
     with Engine(model, Words(), EngineSettings(max_rows=1)) as engine:
-        gate.close()
-        running = engine.submit(inputs_of([20, 21]), max_new_tokens=40, eos_token_id=[])
-        assert gate.reached.wait(60)
-        waiting = [engine.submit(picture(20, seed), **OPTIONS) for seed in range(READ_AHEAD + 3)]
-        gate.open.set()
-        running.result()
-        done = [request.result().finish_reasons for request in waiting]
-    assert done == [["length"]] * len(waiting) and len(tower.counts) == len(waiting)
-
-    with Engine(model, Words(), EngineSettings(max_rows=1)) as engine:
-        gate.pace_sec = 0.02
         running = engine.submit(inputs_of([20, 21]), max_new_tokens=900, eos_token_id=[])
-        del tower.counts[:]
-        waiting = [engine.submit(picture(20, seed), **OPTIONS) for seed in range(READ_AHEAD + 3)]
-        wait_for(lambda: len(tower.counts) == READ_AHEAD)
+        assert next(iter(running)) and gate.calls
+        waiting = [engine.submit(picture(20, seed), **OPTIONS) for seed in range(AHEAD + 3)]
+        wait_for(lambda: len(tower.counts) == AHEAD)
         steps = engine.stats()["steps"]
         wait_for(lambda: engine.stats()["steps"] > steps + 3)
-        assert len(tower.counts) == READ_AHEAD
-        for request in (running, *waiting):
-            request.cancel()
-        assert [request.result().finish_reasons for request in waiting] == [["cancelled"]] * len(waiting)
-    assert len(tower.counts) == READ_AHEAD
+        assert len(tower.counts) == AHEAD and engine.stats()["waiting"] == AHEAD + 3
+        running.cancel()
+        assert [request.result().finish_reasons for request in waiting] == [["length"]] * len(waiting)
+    assert tower.counts == [1] * len(waiting)
+
+
+def test_an_image_that_several_ask_for_is_encoded_once(model: Any) -> None:
+    tower = Tower(model)
+    tower.open.clear()
+    with Engine(model, Words()) as engine:
+        requests = [engine.submit(picture(word, 0), **OPTIONS) for word in (20, 21, 22)]
+        wait_for(lambda: engine.stats()["encoding"] == 3)
+        tower.open.set()
+        for request in requests:
+            request.result()
+        assert engine.stats()["encoding"] == 0
+    assert tower.counts == [1]
 
 
 def test_a_fault_of_the_tower_is_one_request_s(model: Any) -> None:
@@ -118,20 +119,21 @@ def test_a_fault_of_the_tower_is_one_request_s(model: Any) -> None:
     assert engine.stats()["finished"] == {"error": 1, "length": 1}
 
 
-def test_who_left_before_the_turn_came_is_not_encoded(model: Any) -> None:
+def test_who_leaves_while_images_are_encoded_ends_at_once(model: Any) -> None:
+    """Nothing else runs that would wake the engine; what was not begun is not encoded."""
     tower = Tower(model)
     tower.open.clear()
     with Engine(model, Words()) as engine:
         first = engine.submit(picture(20, 0), **OPTIONS)
         assert tower.reached.wait(60)
         left = engine.submit(picture(20, 1), **OPTIONS)
-        late = engine.submit(picture(20, 2), timeout_sec=0.0, **OPTIONS)
-        wait_for(lambda: late.reading is not None or late.is_done)
+        late = engine.submit(picture(20, 2), timeout_sec=0.5, **OPTIONS)
+        wait_for(lambda: left.encoding is not None and (late.encoding is not None or late.is_done))
         left.cancel()
-        engine.submit(inputs_of([20, 21]), **OPTIONS).result()
         assert left.result().finish_reasons == ["cancelled"] and late.result().finish_reasons == ["timeout"]
+        first.cancel()
+        assert first.result().finish_reasons == ["cancelled"] and not tower.open.is_set()
         tower.open.set()
-        assert first.result().num_new_tokens == [6]
     assert tower.counts == [1]
 
 
@@ -141,8 +143,11 @@ def test_closing_waits_for_the_image_under_way(model: Any, drain: bool) -> None:
     tower.open.clear()
     engine = Engine(model, Words())
     requests = [engine.submit(picture(20, seed), **OPTIONS) for seed in range(2)]
-    assert tower.reached.wait(60)
-    threading.Thread(target=lambda: (wait_for(lambda: engine.is_closing), tower.open.set())).start()
+    wait_for(lambda: engine.stats()["encoding"] == 2)
+    second = requests[1].encoding
+    assert tower.reached.wait(60) and second is not None
+    told = second.features.cancelled if not drain else lambda: engine.is_closing
+    threading.Thread(target=lambda: (wait_for(told), tower.open.set())).start()
     engine.close(drain=drain)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trimode-images")]
     for request in requests:
@@ -152,6 +157,37 @@ def test_closing_waits_for_the_image_under_way(model: Any, drain: bool) -> None:
             with pytest.raises(RequestError, match="shutting down"):
                 request.result()
     assert len(tower.counts) == (2 if drain else 1)
+
+
+@pytest.mark.parametrize("fate", ["fault", "cancel"])
+def test_draining_ends_when_the_last_image_comes_to_nothing(model: Any, fate: str) -> None:
+    tower = Tower(model)
+    tower.open.clear()
+    engine = Engine(model, Words())
+    request = engine.submit(picture(20, 0), **OPTIONS)
+    assert tower.reached.wait(60)
+    closing = threading.Thread(target=engine.close, kwargs={"drain": True})
+    closing.start()
+    wait_for(lambda: engine.is_closing)
+    if fate == "cancel":
+        request.cancel()
+        assert request.result().finish_reasons == ["cancelled"]
+    else:
+        engine.features.put = lambda *_: 1 / 0  # type: ignore[method-assign]
+    tower.open.set()
+    closing.join(60)
+    assert not closing.is_alive() and request.is_done
+
+
+def test_a_request_and_the_end_that_are_seen_together(model: Any) -> None:
+    """The engine wakes once for both: it answers the request, and ends."""
+    engine = Engine(model, Words())
+    with engine._waiting._condition:
+        request = engine.submit(inputs_of([20, 21]), **OPTIONS)
+        engine._waiting.close("the engine is shutting down")
+        request.cancel()
+    engine.close(drain=True)
+    assert request.result().finish_reasons == ["cancelled"] and not engine.is_alive
 
 
 def test_a_conversation_s_next_turn_encodes_its_new_image_alone(model: Any) -> None:

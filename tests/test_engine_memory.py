@@ -238,3 +238,14 @@ def test_a_prefix_cache_keeps_to_its_bytes_and_drops_the_least_used() -> None:
     # What continues a conversation takes its place.
     cache.put(ConversationCache(filled(config, [25], 25), [1] * 20 + [9] * 5, []))
     assert cache.held_bytes <= 2 * size + 10 and sum(e.token_ids[0] == 1 for e in cache._entries) == 1
+
+
+def test_an_idle_engine_holds_no_rows() -> None:
+    def caches() -> int:
+        gc.collect()
+        return sum(type(thing) is KVCache for thing in gc.get_objects())
+
+    before = caches()
+    with Engine(make_tiny_model(vision=False), Words(), EngineSettings(prefix_cache_bytes=0)) as engine:
+        engine.submit(inputs_of([20, 21]), max_new_tokens=4, eos_token_id=[]).result()
+        wait_for(lambda: caches() == before, 10)

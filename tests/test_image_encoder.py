@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ class Tower:
             self.threads.append(threading.current_thread().name)
             self.counts.append(len(pixels))
             self.reached.set()
-            assert self.open.wait(60)
+            assert torch.is_inference_mode_enabled() and self.open.wait(60)
             return encode(pixels, *args)
 
         model.encode_images = watched
@@ -58,7 +59,9 @@ def test_each_part_of_the_model_has_one_thread(model: Any) -> None:
     model.hidden = lambda *args: (backbone.append(threading.current_thread().name), hidden(*args))[1]
     asked = [picture(20 + i, i) for i in range(5)] + [inputs_of([20, 21, 22])]
     with Engine(model, Words(), EngineSettings(feature_cache_bytes=0, prefix_cache_bytes=0)) as engine:
-        outs = [request.result() for request in [engine.submit(inputs, **OPTIONS) for inputs in asked]]
+        requests = [engine.submit(inputs, **OPTIONS) for inputs in asked]
+        outs = [request.result() for request in requests]
+        assert all(request.encoding is None for request in requests)  # its features are not held any longer
     threads = set(tower.threads), set(backbone)
     for inputs, out in zip(asked, outs, strict=True):
         assert out.sequences.tolist() == model.generate(**inputs, **OPTIONS).sequences.tolist()
@@ -131,6 +134,7 @@ def test_who_leaves_while_images_are_encoded_ends_at_once(model: Any) -> None:
         wait_for(lambda: left.encoding is not None and (late.encoding is not None or late.is_done))
         left.cancel()
         assert left.result().finish_reasons == ["cancelled"] and late.result().finish_reasons == ["timeout"]
+        assert left.encoding is None and late.encoding is None
         first.cancel()
         assert first.result().finish_reasons == ["cancelled"] and not tower.open.is_set()
         tower.open.set()
@@ -188,6 +192,82 @@ def test_a_request_and_the_end_that_are_seen_together(model: Any) -> None:
         request.cancel()
     engine.close(drain=True)
     assert request.result().finish_reasons == ["cancelled"] and not engine.is_alive
+
+
+def test_a_fault_of_the_engine_forgets_the_images_to_come(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = Tower(model)
+    tower.open.clear()
+    engine = Engine(model, Words())
+    requests = [engine.submit(picture(20, seed), **OPTIONS) for seed in range(2)]
+    assert tower.reached.wait(60)
+    monkeypatch.setattr(engine, "_step", lambda *_: 1 / 0)
+    requests.append(engine.submit(inputs_of([20, 21]), **OPTIONS))
+    for request in requests:
+        with pytest.raises(RequestError, match="division by zero"):
+            request.result()
+    wait_for(lambda: not engine.is_alive)
+    tower.open.set()
+    engine.close()
+    assert tower.counts == [1]
+
+
+def test_who_is_ready_starts_in_order_and_an_idle_engine_rests(model: Any) -> None:
+    gate, started = Gate(model), []
+    with Engine(model, Words(), EngineSettings(max_rows=1)) as engine:
+        admit, start, rounds = engine._admit, engine._start, []
+        engine._admit = lambda: (rounds.append(1), admit())[1]  # type: ignore[method-assign]
+        engine._start = lambda request: (started.append(request), start(request))[1]  # type: ignore[method-assign]
+        gate.close()
+        requests = [engine.submit(inputs_of([20, 21]), **OPTIONS)]
+        assert gate.reached.wait(60)
+        requests += [engine.submit(inputs_of([20, 21 + i]), **OPTIONS) for i in range(5)]
+        gate.open.set()
+        for request in requests:
+            request.result()
+        wait_for(lambda: engine.stats()["running"] == 0)
+        time.sleep(0.1)
+        before = len(rounds)
+        time.sleep(0.3)
+        assert len(rounds) == before
+    assert started == requests
+
+
+def test_an_answer_that_comes_to_hold_the_first_image_meanwhile(model: Any) -> None:
+    """Both images were encoded when the request was asked for; only the second's features are placed."""
+    one, two = picture(20, 0), picture(20, 1)
+    said = model.generate(**one, max_new_tokens=20, eos_token_id=[]).sequences[0].tolist()
+    turn = inputs_of(
+        [*said, *SPAN, 31],
+        pixel_values=torch.cat((one["pixel_values"], two["pixel_values"])),
+        image_sizes=torch.tensor([[56, 56]] * 2),
+    )
+    alone = model.generate(**turn, **OPTIONS).sequences.tolist()
+    tower = Tower(model)
+    gate = Gate(model)
+    with Engine(model, Words(), EngineSettings(max_rows=1, feature_cache_bytes=0)) as engine:
+        gate.close()
+        first = engine.submit(one, max_new_tokens=20, eos_token_id=[])
+        assert gate.reached.wait(60)
+        request = engine.submit(turn, **OPTIONS)
+        gate.pace_sec = 0.02
+        gate.open.set()
+        first.result()
+        assert request.result().sequences.tolist() == alone
+    assert tower.counts == [1, 2] and request.cached_tokens > len(said) - 2
+
+
+def test_images_of_one_value_and_two_sizes_differ(model: Any) -> None:
+    def plain(height: int, width: int) -> dict[str, Any]:
+        sizes = torch.tensor([[height, width]])
+        rows, columns = height // 28, width // 28
+        span = [5, *[*[4] * columns, 6] * (rows - 1), *[4] * columns, 7]
+        return inputs_of([20, *span, 30], pixel_values=torch.ones(1, 3, height, width), image_sizes=sizes)
+
+    asked = [plain(28, 56), plain(56, 28)]
+    with Engine(model, Words()) as engine:
+        outs = [engine.submit(inputs, **OPTIONS).result().sequences.tolist() for inputs in asked]
+        assert engine.stats()["image_misses"] == 2
+    assert outs == [model.generate(**inputs, **OPTIONS).sequences.tolist() for inputs in asked]
 
 
 def test_a_conversation_s_next_turn_encodes_its_new_image_alone(model: Any) -> None:

@@ -55,8 +55,10 @@ def common_start(a: list[int], b: list[int], most: int) -> int:
 
 
 def image_digest(pixels: Tensor) -> str:
-    """A fingerprint of one image's pixel values."""
-    return hashlib.sha256(pixels.detach().float().cpu().contiguous().numpy().data).hexdigest()
+    """A fingerprint of one image's size and pixel values."""
+    digest = hashlib.sha256(repr(tuple(pixels.shape)).encode())
+    digest.update(pixels.detach().float().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def image_spans(token_ids: list[int], image_token_id: int | None, counts: list[int]) -> list[tuple[int, int]]:

@@ -199,12 +199,16 @@ class Engine:
         while self._waiting.wait(bool(self._groups)):
             self._admit()
             self._wake_consumers()
-            groups = list(self._groups.items())
-            for key, group in groups:
-                self._step(key, group)
-                self._wake_consumers()
-            if len(self._groups) < len(groups):
-                self._waiting.tell()  # of free rows and memory
+            self._step_all()
+
+    def _step_all(self) -> None:
+        """A round of every group."""
+        groups = list(self._groups.items())
+        for key, group in groups:
+            self._step(key, group)
+            self._wake_consumers()
+        if len(self._groups) < len(groups):
+            self._waiting.tell()  # of free rows and memory
 
     def _wake_consumers(self) -> None:
         wake(self._touched)

@@ -43,6 +43,9 @@ class ImageEncoder:
     def ask(self, prompt: Prompt, first: int) -> Encoding:
         """Have the images from number `first` on encoded; returns at once."""
         encoding = Encoding(first, Future())
+        if first == len(prompt.images):
+            encoding.features.set_result([])
+            return encoding
         encoding.features.add_done_callback(lambda _: self.on_done())
         self._asked.put((prompt, encoding))
         return encoding

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from .image_encoder import ImageEncoder
 from .prefill import Prompt
@@ -91,14 +92,15 @@ class Waiting:
         """The first that has no images or whose images are encoded; meanwhile those of the first few are."""
         with self._condition:
             waiting = list(self._requests)
-        for request in [request for request in waiting if request.prompt.images][:AHEAD]:
+        for request in islice((request for request in waiting if request.prompt.images), AHEAD):
             if request.encoding is None:
                 request.encoding = self.encoder.ask(request.prompt, self.num_held(request.prompt))
         return next((request for request in waiting if request.is_ready), None)
 
     def take(self, request: Request) -> bool:
         """Take it out of the line. False: it stays, since what had held its first images has gone in the meantime."""
-        if request.encoding is not None and (held := self.num_held(request.prompt)) < request.encoding.first:
+        first = 0 if request.encoding is None else request.encoding.first
+        if first and (held := self.num_held(request.prompt)) < first:
             request.encoding = self.encoder.ask(request.prompt, held)
             return False
         with self._condition:
